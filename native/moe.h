@@ -1,0 +1,202 @@
+/* C surface of the engine: everything Python can call. The text between the cffi marks is also the cdef, so it
+ * holds no macros. Nothing here prints, exits, reads the environment or touches Python.
+ *
+ * Two nouns: a *context* (struct moe_ctx) is a CPU tier plus a thread pool plus scratch memory; a *matrix*
+ * (struct moe_matrix) is weights in a compute layout. Calls on one context are serialised by its lock; contexts are
+ * independent of each other. Calls return MOE_OK or a negative status and leave outputs unspecified on failure.
+ *
+ * Shapes in comments: T tokens, H hidden, N heads, K key/value heads, D head_dim, E experts, A experts per token,
+ * I expert width, V vocabulary. All arrays are row-major and contiguous. Results are bit-identical for every tier,
+ * thread count and number of tokens per call (docs/arithmetic.md). */
+#ifndef MOE_H
+#define MOE_H
+#include <stddef.h>
+#include <stdint.h>
+/* cffi-begin */
+enum moe_status {
+    MOE_OK = 0,
+    MOE_BAD_ARGUMENT = -1,
+    MOE_NO_MEMORY = -2,
+    MOE_NO_KERNEL = -3,
+    MOE_NONFINITE = -4,
+    MOE_NO_THREAD = -5
+};
+/* How a layout's kernel wants its activations. */
+enum moe_activation {
+    MOE_ACT_F32 = 0,    /* float32 as they are */
+    MOE_ACT_Q8_32 = 1,  /* int8 with a float32 scale per 32 columns */
+    MOE_ACT_Q8_256 = 2  /* int8 with a float32 scale per 256 columns */
+};
+
+struct moe_ctx;
+
+/* A compute layout on one tier. */
+struct moe_layout {
+    const char *name;    /* registry name, e.g. "nib8_iq4_xs" */
+    const char *tier;    /* tier this table was compiled for, e.g. "avx2" */
+    const char *same_as; /* NULL, or the tier whose table this tier reuses on purpose */
+    const char *why;     /* NULL, or the reason for same_as */
+    int activation;      /* enum moe_activation */
+    int block_len;       /* cols is a multiple of this */
+    int strip_rows;      /* 8 interleaved rows, or 1 for row-major float layouts */
+    size_t (*strip_bytes)(int cols);
+    /* y[t][r] = sum_c W[r][c] * x[t][c] for the rows of strips [first, last), clipped to `rows`; 1 <= T <= 8.
+     * w is strip 0; y[t] is row 0 of token t; x[t] is in the layout's activation form. */
+    void (*matmul)(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x,
+                   int num_tokens);
+    /* One row back to float32, in the storage format's own rounding. Scalar tier only. */
+    void (*dequantize_row)(float *y, const void *w, int cols, int row);
+};
+
+/* A storage format's codec on one tier: how its rows become strips of its layout, losslessly. */
+struct moe_format {
+    const char *name;
+    const char *tier;
+    const char *same_as;
+    const char *why;
+    int version;         /* of the byte layout; a file with another one is refused */
+    int block_len;       /* weights per block */
+    int block_bytes;     /* bytes per block */
+    const char *layout;  /* name of the compute layout it re-codes to */
+    /* num_rows (1..strip_rows) storage rows, row_bytes apart, into one strip; absent rows become zero weights. */
+    void (*encode_strip)(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols);
+    /* cols floats into storage blocks, deterministic. NULL where the format is read only. Scalar tier only. */
+    void (*quantize_row)(void *blocks, const float *x, int cols);
+    /* Index of the first block whose scale is not finite, or -1. Scalar tier only. */
+    int (*check_row)(const void *blocks, int cols);
+};
+
+struct moe_matrix {
+    const void *data;               /* strips */
+    const struct moe_layout *layout;
+    const float *bias;              /* [rows] or NULL */
+    int rows;
+    int cols;
+};
+
+struct moe_expert {
+    struct moe_matrix gate; /* [I, H] */
+    struct moe_matrix up;   /* [I, H] */
+    struct moe_matrix down; /* [H, I] */
+};
+
+/* Keys and values of one layer. Position p lives in slot p % capacity of every head. */
+struct moe_kv {
+    void *k;       /* [K, capacity, D] */
+    void *v;       /* [K, capacity, D] */
+    int num_heads; /* K */
+    int head_dim;  /* D */
+    int capacity;
+    int is_f32;    /* 0: float16, 1: float32 */
+};
+
+enum moe_router_score {
+    MOE_SOFTMAX_THEN_TOPK = 0, /* softmax over all experts, then the top k of it */
+    MOE_TOPK_THEN_SOFTMAX = 1  /* top k of the logits, then softmax over those */
+};
+struct moe_router_rule {
+    int score;          /* enum moe_router_score */
+    int norm_topk_prob; /* 1: kept probabilities are divided by their sum */
+    float scale;        /* routed scaling factor, 1 where the family has none */
+};
+
+struct moe_sampling {
+    float temperature;    /* 0: greedy */
+    int top_k;            /* 0: off */
+    float top_p;          /* 1: off */
+    float min_p;          /* 0: off */
+    float repeat_penalty; /* 1: off; logits > 0 are divided, others multiplied */
+    float frequency_penalty;
+    float presence_penalty;
+    uint64_t seed;
+};
+
+/* ---- tiers, tables, context (dispatch.c) ---- */
+int moe_tier_count(void);
+const char *moe_tier_name(int i);                 /* worst first; NULL past the end */
+int moe_tier_supported(const char *tier);
+const char *moe_tier_missing(const char *tier);   /* first CPU feature this machine lacks for it, or NULL */
+int moe_layout_count(void);
+const struct moe_layout *moe_layout_at(int i);    /* every (layout, tier) table, reused ones included */
+int moe_format_count(void);
+const struct moe_format *moe_format_at(int i);
+/* max_tier NULL: the best this CPU runs. Otherwise exactly that tier; *error says why not. num_threads >= 1. */
+struct moe_ctx *moe_ctx_create(const char *max_tier, int num_threads, const char **error);
+void moe_ctx_destroy(struct moe_ctx *ctx);
+const char *moe_ctx_tier(const struct moe_ctx *ctx);
+int moe_ctx_num_threads(const struct moe_ctx *ctx);
+/* The context's own tier for that name; NULL with *error set, never another tier in silence. */
+const struct moe_layout *moe_select_layout(const struct moe_ctx *ctx, const char *name, const char **error);
+const struct moe_format *moe_select_format(const struct moe_ctx *ctx, const char *name, const char **error);
+
+/* ---- weights (linear.c) ---- */
+size_t moe_matrix_bytes(const struct moe_layout *layout, int rows, int cols);
+/* Storage rows -> strips, all threads. out holds moe_matrix_bytes. */
+int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, const struct moe_layout *layout,
+               const void *rows_in, int rows, int cols);
+/* float32 [rows, cols] -> storage rows, all threads. */
+int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols);
+/* First (row * blocks_per_row + block) with a non-finite scale, or -1; < -1 is a status. */
+int64_t moe_check_rows(struct moe_ctx *ctx, const char *format, const void *rows_in, int64_t rows, int cols);
+/* 16-bit floats <-> float32, round to nearest even; kind 0 f16, 1 bf16. */
+int moe_to_f32(struct moe_ctx *ctx, float *out, const void *in, int64_t n, int kind);
+int moe_from_f32(struct moe_ctx *ctx, void *out, const float *in, int64_t n, int kind);
+/* Bytes of one token's activations in a form, and the conversion itself (T tokens, that many bytes apart). */
+size_t moe_activation_bytes(int activation, int cols);
+int moe_quantize_activations(struct moe_ctx *ctx, void *out, int activation, const float *x, int num_tokens, int cols);
+/* y[m] [T, rows_m] = x [T, cols] W_m^T + bias_m, (added to what y holds when add = 1). One x for several matrices. */
+int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices, const float *x,
+               int num_tokens, int add);
+/* y [T, cols] = rows ids[t] of w. */
+int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const int32_t *ids, int num_tokens);
+
+/* ---- other layers (layers.c, attention.c, rope.c) ---- */
+/* y[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, for num_rows rows of `width`; y may be x. */
+int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weight, int64_t num_rows, int width, float eps);
+int moe_clip(struct moe_ctx *ctx, float *x, int64_t n, float limit); /* clamp to [-limit, limit] */
+int moe_softmax(struct moe_ctx *ctx, float *y, const float *x, int64_t num_rows, int width);
+int moe_swiglu(struct moe_ctx *ctx, float *y, const float *gate, const float *up, int64_t n); /* silu(gate) * up */
+/* inv_freq[i] = theta^(-2i/rotary_dim) rounded to float32, i < rotary_dim/2. */
+int moe_rope_inv_freq(float *inv_freq, double theta, int rotary_dim);
+/* cos, sin [num_positions, half]: of the float32 product position * inv_freq, times scale. */
+int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half, int first_position, int num_positions, float scale);
+/* Rotate x [T, N, D] in place; token t uses table row first_position + t. interleaved 0: pairs (j, j + rotary_dim/2);
+ * 1: pairs (2j, 2j + 1). Dimensions past rotary_dim stay. */
+int moe_rope(struct moe_ctx *ctx, float *x, int num_tokens, int num_heads, int head_dim, int rotary_dim, const float *cosines,
+             const float *sines, int first_position, int interleaved);
+/* k, v [T, K, D] into the slots of positions first_position ... */
+int moe_kv_store(struct moe_ctx *ctx, struct moe_kv *kv, const float *k, const float *v, int first_position, int num_tokens);
+/* out, q [T, N, D]; token t at position first_position + t sees positions max(0, p - window + 1) .. p (window 0: all).
+ * sinks: NULL or [N] logits that take part in the softmax without a value. */
+int moe_attention(struct moe_ctx *ctx, float *out, const float *q, const struct moe_kv *kv, int num_tokens, int num_heads,
+                  int first_position, float scale, int window, const float *sinks);
+
+/* ---- mixture of experts (experts.c) ---- */
+/* logits [T, E] -> ids, weights [T, A] in rank order; ties go to the lowest id. */
+int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *logits, int num_tokens, int num_experts,
+              int num_experts_per_tok, const struct moe_router_rule *rule);
+/* Group assignments t * A + rank by expert: expert_ids ascending, assignments of expert i at offsets[i] .. offsets[i+1].
+ * Returns the number of distinct experts or a status. Arrays hold min(E, T*A), that + 1, T*A entries. */
+int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int num_tokens,
+                   int num_experts_per_tok, int num_experts);
+/* out[a] [H] = down(silu(gate x_t) * (up x_t)) for every assignment a of the listed experts; t = a / A; table is
+ * indexed by expert id. Other rows of out [T*A, H] stay untouched, so experts can be run as they arrive. */
+int moe_experts(struct moe_ctx *ctx, float *out, const struct moe_expert *const *table, const int32_t *expert_ids,
+                const int32_t *offsets, const int32_t *assignments, int num_experts, const float *x, int num_tokens,
+                int num_experts_per_tok);
+/* y[t] += sum over ranks, in rank order, weights[t][rank] * out[t * A + rank]. MOE_NONFINITE if any y is not finite. */
+int moe_experts_combine(struct moe_ctx *ctx, float *y, const float *out, const float *weights, int num_tokens,
+                        int num_experts_per_tok, int hidden_size);
+/* MOE_OK, or MOE_NONFINITE. */
+int moe_check_finite(struct moe_ctx *ctx, const float *x, int64_t n);
+
+/* ---- sampling (sampler.c) ---- */
+/* One token from logits [V]. history: the ids that penalties look at. The draw depends on (seed, position) only. */
+int moe_sample(struct moe_ctx *ctx, int32_t *token, const float *logits, int vocab_size, const struct moe_sampling *sampling,
+               const int32_t *history, int history_len, uint64_t position);
+/* Uniform double in [0, 1) for (seed, position). */
+double moe_draw(uint64_t seed, uint64_t position);
+/* out[t] = natural-log probability of targets[t] under logits [T, V]. */
+int moe_token_logprobs(struct moe_ctx *ctx, double *out, const float *logits, const int32_t *targets, int num_tokens, int vocab_size);
+/* cffi-end */
+#endif
