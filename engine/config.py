@@ -1,0 +1,116 @@
+"""Runtime options, and typed reads of a model's config.json that refuse what would change the mathematics."""
+
+import os
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+ISA_VARIABLE = "MILLSTREAM_ISA"
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """What the user chooses for a run.
+
+    threads: worker threads including the caller; None = one per usable physical CPU.
+    isa: exact CPU tier; None = MILLSTREAM_ISA when set (for tests), else the best this CPU runs.
+    ctx: positions kept in the KV cache; None = the model's max_position_embeddings.
+    kv: element type of the KV cache, "f16" or "f32".
+    """
+
+    threads: int | None = None
+    isa: str | None = None
+    ctx: int | None = None
+    kv: str = "f16"
+
+    def __post_init__(self):
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads: got {self.threads}, expected at least 1")
+        if self.ctx is not None and self.ctx < 1:
+            raise ConfigError(f"ctx: got {self.ctx}, expected at least 1")
+        if self.kv not in ("f16", "f32"):
+            raise ConfigError(f"kv: got {self.kv!r}, expected f16 or f32")
+        if self.isa is None and os.environ.get(ISA_VARIABLE):
+            object.__setattr__(self, "isa", os.environ[ISA_VARIABLE])
+
+
+class ConfigReader:
+    """Typed access to config.json: a missing key or a wrong type is an error that names the key; every key must be
+    read, listed as harmless, or absent, so that a setting that changes the model is never ignored."""
+
+    def __init__(self, config: dict, where: str = "config.json"):
+        self._config, self._where, self._seen = config, where, set()
+
+    def _get(self, key, default, required):
+        self._seen.add(key)
+        value = self._config.get(key)
+        if value is None:
+            if required:
+                raise ConfigError(f"{self._where}: key {key!r} is missing")
+            return default
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Integer >= minimum; required when default is None."""
+        value = self._get(key, default, default is None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(f"{self._where}: {key} = {value!r}, expected an integer >= {minimum}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, optional: bool = False) -> float | None:
+        """Finite number; required when default is None and not optional."""
+        value = self._get(key, default, default is None and not optional)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
+            raise ConfigError(f"{self._where}: {key} = {value!r}, expected a number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._get(key, default, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self._where}: {key} = {value!r}, expected true or false")
+        return value
+
+    def table(self, key: str) -> dict:
+        value = self._get(key, {}, False)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self._where}: {key} = {value!r}, expected an object")
+        return value
+
+    def only(self, key: str, *allowed) -> None:
+        """Refuse the model when the key is present with a value this engine does not compute."""
+        value = self._get(key, None, False)
+        if value is not None and value not in allowed:
+            raise ConfigError(
+                f"{self._where}: {key} = {value!r} is not supported (only {', '.join(map(repr, allowed)) or 'null'})"
+            )
+
+    def finish(self, harmless: set[str]) -> None:
+        """Refuse keys that nobody read and that are not known to be harmless."""
+        unknown = sorted(k for k in self._config if k not in self._seen and k not in harmless and not k.startswith("_"))
+        if unknown:
+            raise ConfigError(
+                f"{self._where}: unknown keys {', '.join(unknown)} may change the mathematics of this architecture; "
+                "remove them if they do not"
+            )
+
+
+def rope_theta(reader: ConfigReader, default: float) -> float:
+    """rope_theta at the top level or under rope_parameters; any scaling other than the default is refused."""
+    reader.only("rope_scaling")
+    parameters = reader.table("rope_parameters")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"config.json: rope_parameters.rope_type = {kind!r} is not supported (only 'default')")
+    extra = sorted(set(parameters) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+    if extra or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"config.json: rope_parameters has unsupported entries {extra or ['partial_rotary_factor']}")
+    top = reader.number("rope_theta", optional=True)
+    nested = parameters.get("rope_theta")
+    if top is not None and nested is not None and float(nested) != top:
+        raise ConfigError(f"config.json: rope_theta is {top} at the top level and {nested} under rope_parameters")
+    value = float(nested) if nested is not None else top if top is not None else default
+    if not value > 0:
+        raise ConfigError(f"config.json: rope_theta = {value}, expected a positive number")
+    return value

@@ -1,0 +1,217 @@
+"""The only module that imports engine._native: contexts, tables, and matrices in compute layouts.
+
+A `Context` is one CPU tier plus one thread pool. It knows nothing about models; it turns arrays into native calls and
+statuses into errors.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._native import ffi, lib
+from .errors import FormatError, KernelError
+
+__all__ = ["Context", "KernelTable", "Matrix", "aligned_empty", "ffi", "formats", "layouts", "lib", "tiers"]
+
+_STATUS = {
+    lib.MOE_BAD_ARGUMENT: "an argument is out of range",
+    lib.MOE_NO_MEMORY: "out of memory",
+    lib.MOE_NO_KERNEL: "no kernel for this layout",
+    lib.MOE_NONFINITE: "a value is not finite",
+    lib.MOE_NO_THREAD: "a thread could not be started",
+}
+_KINDS = {"f16": 0, "bf16": 1}
+ALIGNMENT_BYTES = 64
+
+
+def check(status: int, what: str) -> int:
+    """Pass a native result through, or raise KernelError naming the call and the reason."""
+    if status < 0:
+        raise KernelError(f"{what}: {_STATUS.get(status, f'status {status}')}")
+    return status
+
+
+def text(pointer) -> str | None:
+    return ffi.string(pointer).decode() if pointer else None
+
+
+def aligned_empty(num_bytes: int) -> np.ndarray:
+    """uint8 [num_bytes], contents undefined, starting at a multiple of 64."""
+    raw = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[start : start + num_bytes]
+
+
+def address(array: np.ndarray, ctype: str = "void *"):
+    """Pointer to a C-contiguous array. The caller keeps the array alive."""
+    if not array.flags.c_contiguous:
+        raise KernelError(f"array of shape {array.shape} is not contiguous")
+    return ffi.cast(ctype, array.ctypes.data)
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """One line of the kernel matrix: which table a (name, tier) uses."""
+
+    name: str
+    tier: str
+    same_as: str | None
+    why: str | None
+    cdata: object
+
+
+def layouts() -> list[KernelTable]:
+    """Every compiled (compute layout, tier)."""
+    return [_table(lib.moe_layout_at(i)) for i in range(lib.moe_layout_count())]
+
+
+def formats() -> list[KernelTable]:
+    """Every compiled (storage format codec, tier)."""
+    return [_table(lib.moe_format_at(i)) for i in range(lib.moe_format_count())]
+
+
+def _table(k) -> KernelTable:
+    return KernelTable(text(k.name), text(k.tier), text(k.same_as), text(k.why), k)
+
+
+def tiers() -> list[tuple[str, bool, str | None]]:
+    """(name, runs here, first missing CPU feature) of every tier, worst first."""
+    names = [text(lib.moe_tier_name(i)) for i in range(lib.moe_tier_count())]
+    return [
+        (name, bool(lib.moe_tier_supported(name.encode())), text(lib.moe_tier_missing(name.encode()))) for name in names
+    ]
+
+
+class Matrix:
+    """Weights [rows, cols] in a compute layout, ready for native calls.
+
+    `strips` is a uint8 array (mapped, read or re-coded) that this object keeps alive; `cdata` is the moe_matrix.
+    """
+
+    __slots__ = ("cdata", "cols", "format", "layout", "num_bytes", "rows", "strips")
+
+    def __init__(self, context: "Context", layout: str, strips: np.ndarray, rows: int, cols: int, fmt: str = ""):
+        need = context.matrix_bytes(layout, rows, cols)
+        if strips.nbytes < need:
+            raise FormatError(f"layout {layout} [{rows}, {cols}]: got {strips.nbytes} bytes, expected {need}")
+        self.rows, self.cols, self.layout, self.format = rows, cols, layout, fmt
+        self.strips, self.num_bytes = strips, need
+        self.cdata = ffi.new("struct moe_matrix *")
+        self.cdata.data = address(strips)
+        self.cdata.layout = context.layout(layout)
+        self.cdata.rows, self.cdata.cols = rows, cols
+
+
+class Context:
+    """One CPU tier and one thread pool.
+
+    tier: None for the best this CPU runs, or a name that is then used exactly. Raises KernelError when it cannot be.
+    """
+
+    def __init__(self, tier: str | None = None, num_threads: int | None = None):
+        if num_threads is None:
+            from .hardware import usable_cpus
+
+            num_threads = usable_cpus().count
+        error = ffi.new("const char **")
+        handle = lib.moe_ctx_create(ffi.NULL if tier is None else tier.encode(), num_threads, error)
+        if not handle:
+            missing = text(lib.moe_tier_missing(tier.encode())) if tier else None
+            known = ", ".join(name for name, _, _ in tiers())
+            raise KernelError(
+                f"tier {tier or 'auto'} with {num_threads} threads: {text(error[0])}"
+                + (f" (this CPU has no {missing})" if missing else "")
+                + f"; tiers: {known}"
+            )
+        self.handle = ffi.gc(handle, lib.moe_ctx_destroy)
+        self.tier = text(lib.moe_ctx_tier(handle))
+        self.num_threads = num_threads
+        self._layouts: dict[str, object] = {}
+        self._formats: dict[str, object] = {}
+
+    def layout(self, name: str):
+        """The moe_layout table of this tier."""
+        return self._select(self._layouts, lib.moe_select_layout, "layout", name)
+
+    def format(self, name: str):
+        """The moe_format table of this tier."""
+        return self._select(self._formats, lib.moe_select_format, "format", name)
+
+    def _select(self, cache, select, kind, name):
+        if name not in cache:
+            error = ffi.new("const char **")
+            found = select(self.handle, name.encode(), error)
+            if not found:
+                raise KernelError(f"{kind} {name!r} on tier {self.tier}: {text(error[0])}")
+            cache[name] = found
+        return cache[name]
+
+    def layout_of(self, format_name: str) -> str:
+        """Name of the compute layout that a storage format re-codes to."""
+        return text(self.format(format_name).layout)
+
+    def matrix_bytes(self, layout_name: str, rows: int, cols: int) -> int:
+        return lib.moe_matrix_bytes(self.layout(layout_name), rows, cols)
+
+    def _check_cols(self, format_name: str, cols: int):
+        block = self.format(format_name).block_len
+        if cols <= 0 or cols % block:
+            raise FormatError(
+                f"format {format_name}: row length {cols} is not a multiple of its block of {block}; "
+                "choose a format with a block that divides it (for example q8_0, or f16)"
+            )
+
+    def row_bytes(self, format_name: str, cols: int) -> int:
+        """Storage bytes of one row."""
+        self._check_cols(format_name, cols)
+        table = self.format(format_name)
+        return cols // table.block_len * table.block_bytes
+
+    def quantize(self, format_name: str, x: np.ndarray) -> np.ndarray:
+        """float32 [rows, cols] to storage rows, uint8 [rows, row_bytes]."""
+        x = np.ascontiguousarray(x, np.float32)
+        rows, cols = x.shape
+        out = np.empty((rows, self.row_bytes(format_name, cols)), np.uint8)
+        status = lib.moe_quantize(
+            self.handle, address(out), format_name.encode(), address(x, "float *"), rows, cols
+        )
+        check(status, f"quantize to {format_name}")
+        return out
+
+    def encode(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> np.ndarray:
+        """Storage rows (uint8, rows * row_bytes) to strips of the format's layout (uint8, 64-byte aligned)."""
+        expected = rows * self.row_bytes(format_name, cols)
+        storage = np.ascontiguousarray(storage).view(np.uint8).reshape(-1)
+        if storage.nbytes != expected:
+            raise FormatError(f"format {format_name} [{rows}, {cols}]: got {storage.nbytes} bytes, expected {expected}")
+        table, layout = self.format(format_name), self.layout(self.layout_of(format_name))
+        out = aligned_empty(lib.moe_matrix_bytes(layout, rows, cols))
+        check(lib.moe_encode(self.handle, address(out), table, layout, address(storage), rows, cols), "encode")
+        return out
+
+    def check_rows(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> int | None:
+        """Index (row * blocks_per_row + block) of the first block with a non-finite scale, or None."""
+        storage = np.ascontiguousarray(storage).view(np.uint8).reshape(-1)
+        found = lib.moe_check_rows(self.handle, format_name.encode(), address(storage), rows, cols)
+        if found < -1:
+            check(int(found), f"check {format_name}")
+        return None if found == -1 else int(found)
+
+    def to_f32(self, x: np.ndarray, kind: str) -> np.ndarray:
+        """uint16 bit patterns of "f16" or "bf16" to float32, same shape."""
+        x = np.ascontiguousarray(x)
+        out = np.empty(x.shape, np.float32)
+        check(lib.moe_to_f32(self.handle, address(out, "float *"), address(x), x.size, _KINDS[kind]), f"{kind} to f32")
+        return out
+
+    def from_f32(self, x: np.ndarray, kind: str) -> np.ndarray:
+        """float32 to uint16 bit patterns of "f16" or "bf16", round to nearest even, same shape."""
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty(x.shape, np.uint16)
+        check(lib.moe_from_f32(self.handle, address(out), address(x, "float *"), x.size, _KINDS[kind]), f"f32 to {kind}")
+        return out
+
+    def matrix(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> Matrix:
+        """Storage rows re-coded into a Matrix."""
+        strips = self.encode(format_name, storage, rows, cols)
+        return Matrix(self, self.layout_of(format_name), strips, rows, cols, format_name)
