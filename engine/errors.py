@@ -25,3 +25,7 @@ class KernelError(EngineError):
 
 class ExpertReadError(EngineError):
     """Expert weights could not be read from disk."""
+
+
+class NumericsError(EngineError):
+    """A value that is not finite appeared during a forward pass."""

@@ -1,0 +1,153 @@
+"""THE decode loop: prefill, decode step, and a generation that yields text as it becomes certain.
+
+Owns token bookkeeping (stop rules, history, positions) and timing; knows no model family and no file format.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import ConfigError
+from .hardware import peak_rss_bytes
+from .sampler import Sampler, SamplingParams
+from .tokenizer import StopMatcher
+
+
+@dataclass
+class Stats:
+    """Times in seconds, sizes in bytes. Decode counts the tokens after the first, which prefill produces."""
+
+    load_s: float = 0.0
+    tokenize_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    peak_rss_bytes: int = 0
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        return max(self.generated_tokens - 1, 0) / self.decode_s if self.decode_s else 0.0
+
+
+def prefill(model, kv, ids: np.ndarray, position: int = 0) -> np.ndarray:
+    """Run ids int32 [T] in parts of at most model.max_tokens; logits [1, V] of the last token."""
+    for start in range(0, len(ids) - model.max_tokens, model.max_tokens):
+        model.forward(ids[start : start + model.max_tokens], kv, position + start, logits="none")
+    done = (len(ids) - 1) // model.max_tokens * model.max_tokens
+    return model.forward(ids[done:], kv, position + done)
+
+
+def decode_step(model, kv, token: int, position: int) -> np.ndarray:
+    """Run one token; logits [1, V] for the next."""
+    return model.forward(np.array([token], np.int32), kv, position)
+
+
+class Generation:
+    """One continuation of a prompt. Iterating it yields pieces of text (complete UTF-8 characters only).
+
+    After (or during) iteration: token_ids, text, finish_reason ("eos", "stop", "length", "context" or None while it
+    runs), stats. A token's draw depends on (seed, position), so it can be stopped and repeated.
+    """
+
+    def __init__(
+        self,
+        engine,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ):
+        if max_tokens is not None and max_tokens < 0:
+            raise ConfigError(f"max_tokens: got {max_tokens}, expected 0 or more")
+        self.engine, self.stop, self.ignore_eos = engine, tuple(stop), ignore_eos
+        self.sampling = sampling or engine.default_sampling()
+        self.stats = Stats(load_s=engine.load_s)
+        self.prompt_token_ids = self._encode(prompt)
+        room = engine.max_context - len(self.prompt_token_ids)
+        if room < 1:
+            raise ConfigError(
+                f"the prompt has {len(self.prompt_token_ids)} tokens, the context holds {engine.max_context} and needs "
+                "room for at least one more; shorten the prompt or raise --ctx"
+            )
+        self.max_tokens = room if max_tokens is None else min(max_tokens, room)
+        self._limit = "length" if max_tokens is not None and max_tokens <= room else "context"
+        self.token_ids: list[int] = []
+        self.text, self.finish_reason = "", None
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def _encode(self, prompt) -> list[int]:
+        started = time.perf_counter()
+        tokenizer = self.engine.tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        if not ids and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id]
+        if not ids:
+            raise ConfigError("the prompt is empty and this model has no token to start a text with; give a prompt")
+        vocab_size = self.engine.model.config.vocab_size
+        bad = next((t for t in ids if not 0 <= t < vocab_size), None)
+        if bad is not None:
+            raise ConfigError(f"prompt token id {bad} is outside the model's vocabulary of {vocab_size}")
+        self.stats.tokenize_s = time.perf_counter() - started
+        return ids
+
+    def tokens(self) -> Iterator[int]:
+        """The decode loop: token after token until a limit or an end-of-text token (which is not yielded)."""
+        model, stats = self.engine.model, self.stats
+        num_prompt = len(self.prompt_token_ids)
+        sequence = np.empty(num_prompt + self.max_tokens, np.int32)
+        sequence[:num_prompt] = self.prompt_token_ids
+        sampler = Sampler(self.engine.context, self.sampling)
+        kv = self.engine.new_kv(num_prompt + self.max_tokens)
+        stats.prompt_tokens = num_prompt
+        clock = time.perf_counter()
+        logits = prefill(model, kv, sequence[:num_prompt])
+        for position in range(num_prompt, num_prompt + self.max_tokens):
+            token = sampler.pick(logits[0], sequence[:position], position)
+            now = time.perf_counter()
+            if position == num_prompt:
+                stats.prefill_s = now - clock
+            else:
+                stats.decode_s += now - clock
+            stats.generated_tokens += 1
+            if token in self.engine.tokenizer.eos_ids and not self.ignore_eos:
+                self.finish_reason = "eos"
+                return
+            sequence[position] = token
+            self.token_ids.append(token)
+            yield token
+            clock = time.perf_counter()
+            if position + 1 < num_prompt + self.max_tokens:
+                logits = decode_step(model, kv, token, position)
+        self.finish_reason = self._limit
+
+    def _run(self) -> Iterator[str]:
+        decoder, matcher = self.engine.tokenizer.stream_decoder(), StopMatcher(self.stop)
+        try:
+            for token in self.tokens():
+                piece = matcher.push(decoder.push(token))
+                if piece:
+                    self.text += piece
+                    yield piece
+                if matcher.matched:
+                    self.finish_reason = "stop"
+                    return
+            piece = matcher.push(decoder.flush()) + ("" if matcher.matched else matcher.flush())
+            if matcher.matched:
+                self.finish_reason = "stop"
+            if piece:
+                self.text += piece
+                yield piece
+        finally:
+            self.stats.peak_rss_bytes = peak_rss_bytes()

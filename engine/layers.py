@@ -1,0 +1,102 @@
+"""The layers that models are written with: thin methods over native operations on preallocated buffers.
+
+A `Buffer` is memory for up to max_tokens rows; every method takes the number of tokens in use. Nothing here allocates
+during a decode step, and each method is one native call (the GIL is released in it).
+"""
+
+import numpy as np
+
+from .errors import NumericsError
+from .kernels import Context, Matrix, address, aligned_empty, check, ffi, lib
+
+
+class Buffer:
+    """float32 or int32 [rows, width] with a C pointer kept beside it."""
+
+    __slots__ = ("array", "ptr", "width")
+
+    def __init__(self, rows: int, width: int, dtype=np.float32):
+        self.array = aligned_empty(rows * width * 4).view(dtype).reshape(rows, width)
+        self.ptr = address(self.array, "float *" if dtype == np.float32 else "int32_t *")
+        self.width = width
+
+
+class Vector:
+    """float32 [n] weights (a norm) with a C pointer."""
+
+    __slots__ = ("array", "ptr")
+
+    def __init__(self, array: np.ndarray):
+        self.array = np.ascontiguousarray(array, np.float32)
+        self.ptr = address(self.array, "float *")
+
+
+class Linear:
+    """Several matrices [out_m, in] applied to the same input in one call (q, k and v; or a single one)."""
+
+    __slots__ = ("_w", "_y", "matrices")
+
+    def __init__(self, *matrices: Matrix):
+        self.matrices = matrices
+        self._w = ffi.new("struct moe_matrix *[]", [m.cdata for m in matrices])
+        self._y = ffi.new("float *[]", len(matrices))
+
+    def __call__(self, layers: "Layers", x: Buffer, outputs: tuple[Buffer, ...], num_tokens: int, add: bool = False):
+        """outputs[m] [T, out_m] = x [T, in] W_m^T, added to what they hold when add."""
+        for i, out in enumerate(outputs):
+            self._y[i] = out.ptr
+        check(lib.moe_linear(layers.ctx, self._w, self._y, len(outputs), x.ptr, num_tokens, add), "linear")
+
+
+class RopeTable:
+    """cos and sin [num_positions, rotary_dim / 2] of one theta."""
+
+    def __init__(self, theta: float, rotary_dim: int, num_positions: int):
+        half = rotary_dim // 2
+        self.rotary_dim, self.num_positions = rotary_dim, num_positions
+        inv_freq = np.empty(half, np.float32)
+        self.cosines, self.sines = Buffer(num_positions, half), Buffer(num_positions, half)
+        check(lib.moe_rope_inv_freq(address(inv_freq, "float *"), theta, rotary_dim), "rope frequencies")
+        pointers = (self.cosines.ptr, self.sines.ptr, address(inv_freq, "float *"))
+        check(lib.moe_rope_table(*pointers, half, 0, num_positions, 1.0), "rope table")
+
+
+class Layers:
+    """The operations of a forward pass on one context. Shapes: T tokens, N heads, K kv heads, D head_dim, H hidden."""
+
+    def __init__(self, context: Context):
+        self.context, self.ctx = context, context.handle
+
+    def embed(self, out: Buffer, matrix: Matrix, ids: Buffer, num_tokens: int) -> None:
+        check(lib.moe_embed(self.ctx, out.ptr, matrix.cdata, ids.ptr, num_tokens), "embed")
+
+    def rmsnorm(self, out: Buffer, x: Buffer, weight: Vector, num_rows: int, width: int, eps: float) -> None:
+        """Rows of `width`; the per-head norm of [T, N, D] is T * N rows of D."""
+        check(lib.moe_rmsnorm(self.ctx, out.ptr, x.ptr, weight.ptr, num_rows, width, eps), "rmsnorm")
+
+    def clip(self, x: Buffer, count: int, limit: float) -> None:
+        check(lib.moe_clip(self.ctx, x.ptr, count, limit), "clip")
+
+    def rope(self, x: Buffer, table: RopeTable, num_tokens: int, num_heads: int, head_dim: int, position: int) -> None:
+        """Rotate x [T, N, D] in place, pairs (j, j + rotary_dim / 2)."""
+        tables = (table.rotary_dim, table.cosines.ptr, table.sines.ptr)
+        check(lib.moe_rope(self.ctx, x.ptr, num_tokens, num_heads, head_dim, *tables, position, 0), "rope")
+
+    def kv_store(self, kv, k: Buffer, v: Buffer, position: int, num_tokens: int) -> None:
+        check(lib.moe_kv_store(self.ctx, kv, k.ptr, v.ptr, position, num_tokens), "kv store")
+
+    def attention(self, out: Buffer, q: Buffer, kv, num_tokens: int, num_heads: int, position: int, scale: float) -> None:
+        """Causal attention of q [T, N, D] over the cache; out [T, N, D]."""
+        check(
+            lib.moe_attention(self.ctx, out.ptr, q.ptr, kv, num_tokens, num_heads, position, scale, 0, ffi.NULL),
+            "attention",
+        )
+
+    def check_finite(self, x: Buffer, count: int, where: str) -> None:
+        """Raise NumericsError naming `where` when x holds NaN or infinity."""
+        if lib.moe_check_finite(self.ctx, x.ptr, count) == lib.MOE_NONFINITE:
+            raise NumericsError(nonfinite_message(where))
+
+
+def nonfinite_message(where: str) -> str:
+    return f"{where}: a value is not finite; the weights are damaged (millstream inspect --verify) or out of range"

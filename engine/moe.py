@@ -1,0 +1,60 @@
+"""The mixture-of-experts block: route, run the experts that were asked for, add them in rank order.
+
+Which experts are in memory is somebody else's business (engine.experts); this file sees a table of native structs.
+"""
+
+import numpy as np
+
+from .errors import NumericsError
+from .kernels import check, ffi, lib
+from .layers import Buffer, Layers, Linear, nonfinite_message
+
+
+class Router:
+    """Scores of one family: which rule turns logits into experts and weights (see moe_router_rule)."""
+
+    def __init__(self, score: int, norm_topk_prob: bool, scale: float = 1.0):
+        self.rule = ffi.new("struct moe_router_rule *")
+        self.rule.score, self.rule.norm_topk_prob, self.rule.scale = score, norm_topk_prob, scale
+
+
+class MoeBuffers:
+    """Scratch of one MoE block for up to max_tokens tokens; shared by all layers."""
+
+    def __init__(self, max_tokens: int, hidden_size: int, num_experts: int, num_experts_per_tok: int):
+        assignments = max_tokens * num_experts_per_tok
+        self.logits = Buffer(max_tokens, num_experts)
+        self.ids = Buffer(max_tokens, num_experts_per_tok, np.int32)
+        self.weights = Buffer(max_tokens, num_experts_per_tok)
+        self.expert_ids = Buffer(1, min(num_experts, assignments), np.int32)
+        self.offsets = Buffer(1, min(num_experts, assignments) + 1, np.int32)
+        self.assignments = Buffer(1, assignments, np.int32)
+        self.out = Buffer(assignments, hidden_size)
+
+
+class MoeBlock:
+    """Router and experts of one layer. `experts.table` is a C array indexed by expert id."""
+
+    def __init__(self, name: str, router_weights, experts, router: Router, num_experts: int, num_experts_per_tok: int):
+        self.name, self.experts, self.router = name, experts, router
+        self.router_linear = Linear(router_weights)
+        self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
+
+    def __call__(self, layers: Layers, buffers: MoeBuffers, y: Buffer, x: Buffer, num_tokens: int) -> None:
+        """y [T, H] += sum over the top experts of x [T, H]. Raises NumericsError with the layer's name."""
+        ctx, b, top = layers.ctx, buffers, self.num_experts_per_tok
+        self.router_linear(layers, x, (b.logits,), num_tokens)
+        status = lib.moe_route(
+            ctx, b.ids.ptr, b.weights.ptr, b.logits.ptr, num_tokens, self.num_experts, top, self.router.rule
+        )
+        self._check(status, "router")
+        plan = (b.expert_ids.ptr, b.offsets.ptr, b.assignments.ptr)
+        num_used = check(lib.moe_route_plan(*plan, b.ids.ptr, num_tokens, top, self.num_experts), "route plan")
+        status = lib.moe_experts(ctx, b.out.ptr, self.experts.table, *plan, num_used, x.ptr, num_tokens, top)
+        check(status, f"{self.name} experts")
+        self._check(lib.moe_experts_combine(ctx, y.ptr, b.out.ptr, b.weights.ptr, num_tokens, top, x.width), "output")
+
+    def _check(self, status: int, what: str) -> None:
+        if status == lib.MOE_NONFINITE:
+            raise NumericsError(nonfinite_message(f"{self.name} {what}"))
+        check(status, f"{self.name} {what}")

@@ -1,0 +1,86 @@
+"""A loaded model with its tokenizer and context: what `engine.load` returns."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .config import RuntimeConfig
+from .errors import ConfigError
+from .generate import Generation
+from .kernels import Context
+from .kv_cache import KVCache
+from .models import family
+from .sampler import SamplingParams
+from .tokenizer import Tokenizer
+from .weights import open_model
+from .weights.loader import WeightLoader
+
+SHIPPED_MODEL = Path(__file__).parent / "data" / "tiny-moe" / "snapshot"
+PREFILL_TOKENS = 512  # tokens of one forward call; the result does not depend on it
+
+
+class Engine:
+    """Model, tokenizer, context. Make one with `engine.load`."""
+
+    def __init__(self, path: str | Path, options: RuntimeConfig):
+        started = time.perf_counter()
+        self.options = options
+        self.files = open_model(path)
+        model_module = family(self.files.architecture)
+        self.max_context = self._context_length(options.ctx)
+        self.context = Context(options.isa, options.threads)
+        loader = WeightLoader(self.files, self.context)
+        max_tokens = min(PREFILL_TOKENS, self.max_context)
+        self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
+        self.tokenizer = Tokenizer.from_dir(self.files.tokenizer_dir, self.files.generation_config, self.files.config)
+        self.tokenizer.check_vocabulary(self.model.config.vocab_size)
+        self.load_s = time.perf_counter() - started
+
+    def _context_length(self, ctx: int | None) -> int:
+        trained = self.files.config.get("max_position_embeddings")
+        if not isinstance(trained, int) or trained < 1:
+            raise ConfigError(f"config.json: max_position_embeddings = {trained!r}, expected an integer >= 1")
+        if ctx is not None and ctx > trained:
+            raise ConfigError(f"--ctx {ctx} exceeds the {trained} positions this model was made for")
+        return ctx or trained
+
+    def new_kv(self, capacity: int | None = None) -> KVCache:
+        """KV cache for `capacity` positions (default: the whole context)."""
+        return self.model.new_kv(capacity or self.max_context, self.options.kv)
+
+    def default_sampling(self) -> SamplingParams:
+        """Sampler settings of the model's generation_config.json."""
+        return SamplingParams.from_generation_config(self.files.generation_config)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Continue a prompt (text or token ids); iterate the result for pieces of text.
+
+        sampling: None = the model's defaults. Raises ConfigError for a prompt that does not fit the context.
+        """
+        return Generation(
+            self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos
+        )
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+    ctx: int | None = None,
+    kv: str = "f16",
+) -> Engine:
+    """Open a model directory; without a path, the small model that ships with the package.
+
+    threads: None = one per usable physical CPU; isa: None = best tier of this CPU; ctx: positions, None = all the model
+    was made for; kv: "f16" or "f32". Raises an EngineError subclass that says what to do.
+    """
+    return Engine(path or SHIPPED_MODEL, RuntimeConfig(threads, isa, ctx, kv))

@@ -1,0 +1,42 @@
+"""Tensors of an opened model as Matrix and Vector objects for one context. Knows names and shapes, no mathematics."""
+
+import numpy as np
+
+from ..errors import WeightsError
+from ..kernels import Context, Matrix, aligned_empty
+from ..layers import Vector
+
+
+class WeightLoader:
+    """files: what engine.weights.open_model returned."""
+
+    def __init__(self, files, context: Context):
+        self.files, self.context = files, context
+
+    def _record(self, name: str, shape: tuple[int, ...]):
+        record = self.files.tensors.get(name)
+        if record is None:
+            raise WeightsError(f"{self.files.path}: tensor {name} is missing")
+        if tuple(record.shape) != shape:
+            raise WeightsError(f"{self.files.path}: tensor {name} has shape {list(record.shape)}, expected {list(shape)}")
+        return record
+
+    def vector(self, name: str, size: int) -> Vector:
+        """float32 [size]; stored as f32."""
+        record = self._record(name, (size,))
+        if record.format != "f32":
+            raise WeightsError(f"{self.files.path}: tensor {name} is {record.format}, expected f32")
+        return Vector(self.files.read(name).view(np.float32).copy())
+
+    def matrix(self, name: str, rows: int, cols: int, *, mapped: bool = False) -> Matrix:
+        """Matrix [rows, cols]. mapped: use the file's pages when they hold the compute layout; otherwise the bytes are
+        copied or re-coded into memory of our own, where streaming other weights cannot evict them."""
+        record = self._record(name, (rows, cols))
+        data = self.files.read(name)
+        if record.layout is None:
+            return self.context.matrix(record.format, data, rows, cols)
+        if not mapped:
+            own = aligned_empty(data.nbytes)
+            own[:] = data
+            data = own
+        return Matrix(self.context, record.layout, data, rows, cols, record.format)
