@@ -12,7 +12,7 @@ import numpy as np
 from .errors import ConfigError
 from .hardware import peak_rss_bytes
 from .sampler import Sampler, SamplingParams
-from .tokenizer import StopMatcher
+from .tokenizer import StopMatcher, StreamDecoder
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Generation:
         self.finish_reason = self._limit
 
     def _run(self) -> Iterator[str]:
-        decoder, matcher = self.engine.tokenizer.stream_decoder(), StopMatcher(self.stop)
+        decoder, matcher = StreamDecoder(self.engine.tokenizer), StopMatcher(self.stop)
         try:
             for token in self.tokens():
                 piece = matcher.push(decoder.push(token))

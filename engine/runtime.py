@@ -32,8 +32,12 @@ class Engine:
         loader = WeightLoader(self.files, self.context)
         max_tokens = min(PREFILL_TOKENS, self.max_context)
         self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
-        self.tokenizer = Tokenizer.from_dir(self.files.tokenizer_dir, self.files.generation_config, self.files.config)
-        self.tokenizer.check_vocabulary(self.model.config.vocab_size)
+        self.tokenizer = Tokenizer.from_dir(
+            self.files.tokenizer_dir,
+            model_config=self.files.config,
+            generation_config=self.files.generation_config,
+            model_vocab_size=self.model.config.vocab_size,
+        )
         self.load_s = time.perf_counter() - started
 
     def _context_length(self, ctx: int | None) -> int:
