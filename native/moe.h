@@ -14,12 +14,12 @@
 #include <stdint.h>
 /* cffi-begin */
 enum moe_status {
-    MOE_OK = 0,
-    MOE_BAD_ARGUMENT = -1,
-    MOE_NO_MEMORY = -2,
-    MOE_NO_KERNEL = -3,
-    MOE_NONFINITE = -4,
-    MOE_NO_THREAD = -5
+    MOE_OK = 0, /* -1 is no status: moe_check_rows returns it for "none" */
+    MOE_BAD_ARGUMENT = -2,
+    MOE_NO_MEMORY = -3,
+    MOE_NO_KERNEL = -4,
+    MOE_NONFINITE = -5,
+    MOE_NO_THREAD = -6
 };
 /* How a layout's kernel wants its activations. */
 enum moe_activation {

@@ -1,0 +1,366 @@
+/* Weights and dense products: storage rows to strips, activations to their forms, y = x W^T.
+ *
+ * A product is cut into tasks of (strips, tokens). Inside a task the tokens go through the kernel in groups of at most
+ * eight while the strips stay in cache. A kernel's result for one (row, token) depends on neither the other rows nor the
+ * other tokens, so no cut can change a bit. */
+#include "linear.h"
+#include <stdatomic.h>
+#include <string.h>
+
+enum {
+    MAX_TASK_ROWS = 256,     /* rows of old results a task keeps on its stack */
+    INLINE_BYTES = 32768,    /* weight bytes x tokens below which waking a thread costs more than it saves */
+    TASK_ELEMENTS = 16384,   /* elements per task of conversions */
+    SCALAR_TIER = 0
+};
+
+/* ---- lookups and checks ---- */
+static const struct moe_format *scalar_format(const char *name) {
+    for (int i = 0; name && i < moe_format_count(); i++) {
+        const struct moe_format *f = moe_format_at(i);
+        if (moe_same_name(f->name, name) && moe_same_name(f->tier, moe_tier_name(SCALAR_TIER))) return f;
+    }
+    return 0;
+}
+
+/* Strips are the same bytes on every tier, so the scalar tier's exact decoder reads them all. */
+static const struct moe_layout *scalar_layout(const char *name) {
+    for (int i = 0; i < moe_layout_count(); i++) {
+        const struct moe_layout *k = moe_layout_at(i);
+        if (moe_same_name(k->name, name) && moe_same_name(k->tier, moe_tier_name(SCALAR_TIER))) return k;
+    }
+    return 0;
+}
+
+static int layout_ok(const struct moe_layout *k, int cols) {
+    if (!k || !k->matmul || !k->strip_bytes || k->block_len < 1 || k->strip_rows < 1 || k->strip_rows > MAX_TASK_ROWS) return 0;
+    return cols > 0 && cols % k->block_len == 0 && moe_activation_bytes(k->activation, cols) > 0;
+}
+
+int moe_matrix_ok(const struct moe_matrix *w) { return w && w->data && w->rows > 0 && layout_ok(w->layout, w->cols); }
+
+size_t moe_matrix_bytes(const struct moe_layout *layout, int rows, int cols) {
+    if (!layout || !layout->strip_bytes || rows < 1 || cols < 1 || cols % layout->block_len) return 0;
+    return ((size_t)rows + (size_t)layout->strip_rows - 1) / (size_t)layout->strip_rows * layout->strip_bytes(cols);
+}
+
+/* ---- tasks of consecutive items ---- */
+struct span_job {
+    int64_t count, per_task;
+    void (*run)(void *arg, int64_t first, int64_t last);
+    void *arg;
+};
+
+static void run_span(void *arg, int task, int worker) {
+    const struct span_job *job = arg;
+    int64_t first = task * job->per_task, last = first + job->per_task;
+    (void)worker;
+    job->run(job->arg, first, last < job->count ? last : job->count);
+}
+
+/* run(arg, first, last) over 0 .. count-1, items_per_task at a time. */
+static void parallel_spans(struct moe_ctx *ctx, int64_t count, int64_t items_per_task, void (*run)(void *, int64_t, int64_t), void *arg) {
+    enum { MAX_TASKS = 1 << 20 };
+    if (items_per_task < count / MAX_TASKS + 1) items_per_task = count / MAX_TASKS + 1;
+    struct span_job job = {count, items_per_task, run, arg};
+    moe_parallel(ctx, (int)((count + items_per_task - 1) / items_per_task), run_span, &job);
+}
+
+/* ---- storage rows and strips ---- */
+struct encode_job {
+    char *out;
+    const char *rows_in;
+    const struct moe_format *format;
+    const struct moe_layout *layout;
+    size_t row_bytes, strip_bytes;
+    int rows, cols;
+};
+
+static void encode_strips(void *arg, int64_t first, int64_t last) {
+    const struct encode_job *j = arg;
+    for (int64_t s = first; s < last; s++) {
+        int64_t row = s * j->layout->strip_rows, left = j->rows - row;
+        int num_rows = left < j->layout->strip_rows ? (int)left : j->layout->strip_rows;
+        j->format->encode_strip(j->out + (size_t)s * j->strip_bytes, j->rows_in + (size_t)row * j->row_bytes, j->row_bytes, num_rows, j->cols);
+    }
+}
+
+int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, const struct moe_layout *layout, const void *rows_in, int rows, int cols) {
+    if (!ctx || !out || !format || !layout || !rows_in || rows < 1 || !layout_ok(layout, cols)) return MOE_BAD_ARGUMENT;
+    if (!format->encode_strip) return MOE_NO_KERNEL;
+    if (cols % format->block_len || !moe_same_name(format->layout, layout->name)) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct encode_job job = {out, rows_in, format, layout, (size_t)(cols / format->block_len) * (size_t)format->block_bytes,
+                             layout->strip_bytes(cols), rows, cols};
+    int64_t strips = ((int64_t)rows + layout->strip_rows - 1) / layout->strip_rows;
+    parallel_spans(ctx, strips, MIN_TASK_BYTES / (int64_t)job.strip_bytes + 1, encode_strips, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+
+struct quantize_job {
+    const struct moe_vector_ops *vec;
+    const struct moe_format *format;
+    char *out;
+    const float *x;
+    size_t row_bytes;
+    int cols;
+    atomic_int bad;
+};
+
+static void quantize_rows(void *arg, int64_t first, int64_t last) {
+    struct quantize_job *j = arg;
+    for (int64_t r = first; r < last; r++) {
+        const float *x = j->x + r * j->cols;
+        if (!j->vec->all_finite(x, j->cols)) atomic_store_explicit(&j->bad, 1, memory_order_relaxed);
+        j->format->quantize_row(j->out + (size_t)r * j->row_bytes, x, j->cols);
+    }
+}
+
+int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols) {
+    const struct moe_format *f = scalar_format(format);
+    if (!ctx || !out || !format || !x || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
+    if (!f || !f->quantize_row) return MOE_NO_KERNEL;
+    if (cols % f->block_len) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct quantize_job job = {ctx->vec, f, out, x, (size_t)(cols / f->block_len) * (size_t)f->block_bytes, cols, 0};
+    parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, quantize_rows, &job);
+    return moe_leave(ctx, saved, job.bad ? MOE_NONFINITE : MOE_OK);
+}
+
+struct check_job {
+    const struct moe_format *format;
+    const char *rows_in;
+    size_t row_bytes;
+    int64_t blocks;
+    int cols;
+    _Atomic int64_t first_bad;
+};
+
+static void check_rows(void *arg, int64_t first, int64_t last) {
+    struct check_job *j = arg;
+    for (int64_t r = first; r < last && r * j->blocks < atomic_load(&j->first_bad); r++) {
+        int block = j->format->check_row(j->rows_in + (size_t)r * j->row_bytes, j->cols);
+        if (block < 0) continue;
+        int64_t found = r * j->blocks + block, known = atomic_load(&j->first_bad);
+        while (found < known && !atomic_compare_exchange_weak(&j->first_bad, &known, found)) continue;
+    }
+}
+
+int64_t moe_check_rows(struct moe_ctx *ctx, const char *format, const void *rows_in, int64_t rows, int cols) {
+    const struct moe_format *f = scalar_format(format);
+    if (!ctx || !format || !rows_in || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
+    if (!f || !f->check_row) return MOE_NO_KERNEL;
+    if (cols % f->block_len) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    int64_t blocks = cols / f->block_len;
+    struct check_job job = {f, rows_in, (size_t)blocks * (size_t)f->block_bytes, blocks, cols, INT64_MAX};
+    parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, check_rows, &job);
+    moe_leave(ctx, saved, MOE_OK);
+    return job.first_bad == INT64_MAX ? -1 : job.first_bad;
+}
+
+/* ---- 16-bit floats ---- */
+struct convert_job {
+    const struct moe_vector_ops *vec;
+    void *out;
+    const void *in;
+    int kind;
+};
+
+static void widen(void *arg, int64_t first, int64_t last) {
+    const struct convert_job *j = arg;
+    (j->kind ? j->vec->bf16_to_f32 : j->vec->f16_to_f32)((float *)j->out + first, (const uint16_t *)j->in + first, last - first);
+}
+static void narrow(void *arg, int64_t first, int64_t last) {
+    const struct convert_job *j = arg;
+    (j->kind ? j->vec->f32_to_bf16 : j->vec->f32_to_f16)((uint16_t *)j->out + first, (const float *)j->in + first, last - first);
+}
+static int convert(struct moe_ctx *ctx, void *out, const void *in, int64_t n, int kind, void (*run)(void *, int64_t, int64_t)) {
+    if (!ctx || !out || !in || n < 0 || (kind != 0 && kind != 1)) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct convert_job job = {ctx->vec, out, in, kind};
+    parallel_spans(ctx, n, TASK_ELEMENTS, run, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+int moe_to_f32(struct moe_ctx *ctx, float *out, const void *in, int64_t n, int kind) { return convert(ctx, out, in, n, kind, widen); }
+int moe_from_f32(struct moe_ctx *ctx, void *out, const float *in, int64_t n, int kind) { return convert(ctx, out, in, n, kind, narrow); }
+
+/* ---- activations ---- */
+/* 0 for a form or length that does not exist. */
+size_t moe_activation_bytes(int activation, int cols) {
+    if (cols < 1) return 0;
+    if (activation == MOE_ACT_F32) return moe_round64((size_t)cols * 4);
+    if (activation != MOE_ACT_Q8_32 && activation != MOE_ACT_Q8_256) return 0;
+    if (cols % moe_act_block(activation)) return 0;
+    size_t n = (size_t)cols;
+    return moe_round64(n) + moe_round64(n / (size_t)moe_act_block(activation) * 4) + moe_round64(n / 16 * 2) + moe_round64(n / 32 * 4);
+}
+
+struct activate_job {
+    const struct moe_vector_ops *vec;
+    char *out;
+    const float *x;
+    const int32_t *tokens;
+    size_t stride;
+    int activation, cols;
+};
+
+static void activate_rows(void *arg, int64_t first, int64_t last) {
+    const struct activate_job *j = arg;
+    for (int64_t i = first; i < last; i++) {
+        int64_t t = j->tokens ? j->tokens[i] : i;
+        char *out = j->out + (size_t)t * j->stride;
+        const float *x = j->x + t * j->cols;
+        if (j->activation == MOE_ACT_F32) memcpy(out, x, (size_t)j->cols * 4);
+        else j->vec->quantize_q8(out, x, j->cols, j->activation);
+    }
+}
+
+void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count, int cols) {
+    struct activate_job job = {ctx->vec, out, x, tokens, moe_activation_bytes(activation, cols), activation, cols};
+    parallel_spans(ctx, count, TASK_ELEMENTS / cols + 1, activate_rows, &job);
+}
+
+int moe_quantize_activations(struct moe_ctx *ctx, void *out, int activation, const float *x, int num_tokens, int cols) {
+    if (!ctx || !out || !x || num_tokens < 0 || !moe_activation_bytes(activation, cols)) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    moe_activate(ctx, out, activation, x, 0, num_tokens, cols);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+
+/* ---- y = x W^T ---- */
+struct linear_part { /* one matrix of the call */
+    const struct moe_matrix *w;
+    float *y;
+    const char *act; /* token 0, act_stride bytes apart */
+    size_t act_stride;
+    int strips_per_task, strip_blocks, first_task;
+};
+struct linear_job {
+    const struct moe_vector_ops *vec;
+    struct linear_part *parts;
+    int num_parts, num_tasks, num_tokens, tokens_per_task, add;
+};
+
+static void linear_group(const struct linear_job *j, const struct linear_part *p, int first, int last, int t0, int n) {
+    const struct moe_matrix *w = p->w;
+    int64_t row0 = (int64_t)first * w->layout->strip_rows, row1 = (int64_t)last * w->layout->strip_rows;
+    if (row1 > w->rows) row1 = w->rows;
+    int64_t rows = row1 - row0;
+    float *y[MOE_MAX_TOKENS], old[MOE_MAX_TOKENS][MAX_TASK_ROWS];
+    const void *x[MOE_MAX_TOKENS];
+    for (int t = 0; t < n; t++) {
+        y[t] = p->y + (int64_t)(t0 + t) * w->rows;
+        x[t] = p->act + (size_t)(t0 + t) * p->act_stride;
+        if (j->add) memcpy(old[t], y[t] + row0, (size_t)rows * sizeof(float));
+    }
+    w->layout->matmul(y, w->data, w->rows, w->cols, first, last, x, n);
+    for (int t = 0; t < n; t++) {
+        if (w->bias) j->vec->add(y[t] + row0, w->bias + row0, rows);
+        if (j->add) j->vec->add(y[t] + row0, old[t], rows);
+    }
+}
+
+static void linear_task(void *arg, int task, int worker) {
+    const struct linear_job *j = arg;
+    const struct linear_part *p = j->parts;
+    (void)worker;
+    while (p + 1 < j->parts + j->num_parts && p[1].first_task <= task) p++;
+    task -= p->first_task;
+    int first = task % p->strip_blocks * p->strips_per_task, last = first + p->strips_per_task;
+    int t0 = task / p->strip_blocks * j->tokens_per_task, end = t0 + j->tokens_per_task;
+    if (last > moe_strips(p->w)) last = moe_strips(p->w);
+    if (end > j->num_tokens) end = j->num_tokens;
+    for (; t0 < end; t0 += MOE_MAX_TOKENS) linear_group(j, p, first, last, t0, end - t0 < MOE_MAX_TOKENS ? end - t0 : MOE_MAX_TOKENS);
+}
+
+static void plan_linear(struct moe_ctx *ctx, struct linear_job *j) {
+    size_t total = 0;
+    for (int m = 0; m < j->num_parts; m++) total += moe_data_bytes(j->parts[m].w);
+    size_t task_bytes = moe_task_bytes(total, ctx->num_threads);
+    int blocks = 0;
+    for (int m = 0; m < j->num_parts; m++) {
+        struct linear_part *p = &j->parts[m];
+        int strips = moe_strips(p->w), most = MAX_TASK_ROWS / p->w->layout->strip_rows;
+        size_t per_task = task_bytes / p->w->layout->strip_bytes(p->w->cols) + 1;
+        p->strips_per_task = per_task < (size_t)most ? (int)per_task : most;
+        p->strip_blocks = (strips + p->strips_per_task - 1) / p->strips_per_task;
+        blocks += p->strip_blocks;
+    }
+    /* Small weights and many tokens: cut the tokens as well. */
+    int groups = (j->num_tokens + MOE_MAX_TOKENS - 1) / MOE_MAX_TOKENS, cuts = 4 * ctx->num_threads / blocks;
+    if (cuts < 1) cuts = 1;
+    if (cuts > groups) cuts = groups;
+    j->tokens_per_task = (groups + cuts - 1) / cuts * MOE_MAX_TOKENS;
+    cuts = (j->num_tokens + j->tokens_per_task - 1) / j->tokens_per_task;
+    j->num_tasks = 0;
+    for (int m = 0; m < j->num_parts; m++) {
+        j->parts[m].first_task = j->num_tasks;
+        j->num_tasks += j->parts[m].strip_blocks * cuts;
+    }
+    if (total * (size_t)j->num_tokens > INLINE_BYTES) {
+        moe_parallel(ctx, j->num_tasks, linear_task, j);
+        return;
+    }
+    for (int task = 0; task < j->num_tasks; task++) linear_task(j, task, 0);
+}
+
+/* Every form that some matrix wants is made once. */
+static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices, const float *x, int num_tokens, int add) {
+    int cols = w[0]->cols, wanted[3] = {0};
+    size_t offset[3] = {0}, bytes = 0;
+    for (int m = 0; m < num_matrices; m++) wanted[w[m]->layout->activation] = 1;
+    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++) {
+        offset[form] = bytes;
+        if (wanted[form]) bytes += (size_t)num_tokens * moe_activation_bytes(form, cols);
+    }
+    char *scratch = moe_scratch(ctx, bytes + (size_t)num_matrices * sizeof(struct linear_part));
+    if (!scratch) return MOE_NO_MEMORY;
+    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++)
+        if (wanted[form]) moe_activate(ctx, scratch + offset[form], form, x, 0, num_tokens, cols);
+    struct linear_part *parts = (struct linear_part *)(void *)(scratch + bytes);
+    for (int m = 0; m < num_matrices; m++) {
+        int form = w[m]->layout->activation;
+        parts[m] = (struct linear_part){.w = w[m], .y = y[m], .act = scratch + offset[form], .act_stride = moe_activation_bytes(form, cols)};
+        if (form == MOE_ACT_F32) {
+            parts[m].act = (const char *)x;
+            parts[m].act_stride = (size_t)cols * 4;
+        }
+    }
+    struct linear_job job = {.vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens = num_tokens, .add = add};
+    plan_linear(ctx, &job);
+    return MOE_OK;
+}
+
+int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices, const float *x, int num_tokens, int add) {
+    if (!ctx || !w || !y || !x || num_matrices < 0 || num_tokens < 0) return MOE_BAD_ARGUMENT;
+    for (int m = 0; m < num_matrices; m++)
+        if (!y[m] || !moe_matrix_ok(w[m]) || w[m]->cols != w[0]->cols) return MOE_BAD_ARGUMENT;
+    if (!num_matrices || !num_tokens) return MOE_OK;
+    uint32_t saved = moe_enter(ctx);
+    return moe_leave(ctx, saved, run_linear(ctx, w, y, num_matrices, x, num_tokens, add));
+}
+
+/* ---- embedding ---- */
+struct embed_job {
+    float *y;
+    const struct moe_matrix *w;
+    const struct moe_layout *exact;
+    const int32_t *ids;
+};
+
+static void embed_rows(void *arg, int64_t first, int64_t last) {
+    const struct embed_job *j = arg;
+    for (int64_t t = first; t < last; t++) j->exact->dequantize_row(j->y + t * j->w->cols, j->w->data, j->w->cols, j->ids[t]);
+}
+
+int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const int32_t *ids, int num_tokens) {
+    if (!ctx || !y || !ids || num_tokens < 0 || !moe_matrix_ok(w)) return MOE_BAD_ARGUMENT;
+    for (int t = 0; t < num_tokens; t++)
+        if (ids[t] < 0 || ids[t] >= w->rows) return MOE_BAD_ARGUMENT;
+    struct embed_job job = {y, w, scalar_layout(w->layout->name), ids};
+    if (!job.exact || !job.exact->dequantize_row) return MOE_NO_KERNEL;
+    uint32_t saved = moe_enter(ctx);
+    parallel_spans(ctx, num_tokens, TASK_ELEMENTS / w->cols + 1, embed_rows, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
