@@ -93,7 +93,7 @@ class Tokenizer:
     @classmethod
     def from_dir(
         cls,
-        path: str | Path,
+        path: str | Path | None,
         generation_config: dict | None = None,
         model_config: dict | None = None,
     ) -> "Tokenizer":
@@ -102,6 +102,8 @@ class Tokenizer:
         config.json and generation_config.json are read from the directory unless given.
         Raises WeightsError when tokenizer.json is missing or invalid.
         """
+        if path is None:
+            raise WeightsError("the model has no tokenizer.json; text cannot be turned into tokens")
         path = Path(path)
         file = path / "tokenizer.json"
         if not path.is_dir():
@@ -156,6 +158,11 @@ class Tokenizer:
         self.padded_vocab_size = model_vocab_size
 
     # ---- text to ids ----
+
+    @property
+    def adds_bos(self) -> bool:
+        """True when `encode` puts bos before a text."""
+        return self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Return the ids of `text`.

@@ -1,0 +1,61 @@
+"""The command line: arguments to subcommands, errors to one line and an exit code. No model code.
+
+Exit codes: 0 done; 1 a check failed (doctor, inspect --verify) or the output could not be written; 2 the input, an
+option or a file is wrong; 130 interrupted; 141 the reader of stdout went away.
+"""
+
+import sys
+
+import click
+
+from . import __version__
+from .commands import _output
+from .commands.convert import convert
+from .commands.doctor import doctor
+from .commands.generate import generate
+from .commands.inspect import inspect
+from .commands.kernels import kernels
+from .commands.perplexity import perplexity
+from .errors import EngineError
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="millstream")
+def cli():
+    """A CPU engine for Mixture-of-Experts language models."""
+
+
+for command in (generate, perplexity, convert, inspect, doctor, kernels):
+    cli.add_command(command)
+
+
+def _run(args: list[str] | None) -> int:
+    try:
+        status = cli.main(args, prog_name="millstream", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except EngineError as error:
+        _output.note(f"error: {error}")
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        _output.note("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return EXIT_BROKEN_PIPE
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run `millstream` and exit the process with its code. Unexpected exceptions keep their traceback."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # text models write UTF-8, whatever the locale says
+    status = _run(args)
+    if status in (EXIT_BROKEN_PIPE, _output.OutputError.exit_code):
+        _output.silence(sys.stdout)
+    sys.exit(status)

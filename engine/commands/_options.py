@@ -1,0 +1,51 @@
+"""Options that several commands share."""
+
+import click
+
+
+def model_option(command):
+    return click.option(
+        "--model", "-m", "model", metavar="DIR", help="Model directory (default: the small model that is shipped)."
+    )(command)
+
+
+def json_option(command):
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(command)
+
+
+def threads_option(command):
+    return click.option(
+        "--threads",
+        "-t",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Worker threads (default: one per usable core).",
+    )(command)
+
+
+def isa_option(command):
+    return click.option(
+        "--isa", metavar="TIER", help="Exact CPU tier: scalar, avx2 or avx512 (default: the best this CPU runs)."
+    )(command)
+
+
+def runtime_options(command):
+    """--model, --threads, --isa, --kv."""
+    kv = click.option(
+        "--kv",
+        type=click.Choice(["f16", "f32"]),
+        default="f16",
+        show_default=True,
+        help="Element type of the KV cache.",
+    )
+    return model_option(threads_option(isa_option(kv(command))))
+
+
+def describe(loaded) -> str:
+    """One line on what an engine runs with."""
+    files, context = loaded.files, loaded.context
+    formats = ", ".join(dict.fromkeys(record.format for record in files.tensors.values() if len(record.shape) == 2))
+    return (
+        f"model: {files.directory} ({files.architecture}; {formats}); tier {context.tier}, "
+        f"{context.num_threads} threads, context {loaded.max_context}, kv {loaded.options.kv}"
+    )

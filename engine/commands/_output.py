@@ -1,0 +1,86 @@
+"""Where output goes: stdout carries the product (text or JSON) and nothing else, stderr everything else."""
+
+import json
+import os
+import sys
+
+import click
+
+from ..errors import ConfigError, EngineError
+
+
+class OutputError(EngineError):
+    """The product could not be written."""
+
+    exit_code = 1
+
+
+def write(text: str) -> None:
+    """Write product text to stdout at once. Raises BrokenPipeError when the reader is gone, OutputError otherwise."""
+    if sys.stdout is None:  # started with stdout closed
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"stdout: cannot be written: {error.strerror}") from None
+
+
+def write_json(content: dict) -> None:
+    """Write one JSON object and a newline to stdout."""
+    write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def note(text: str) -> None:
+    """Write a line to stderr; nobody listening there is no reason to stop."""
+    try:
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
+    except OSError:
+        pass
+
+
+def silence(stream) -> None:
+    """Point a stream whose reader is gone to /dev/null, so that closing it at exit raises nothing."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def decode_utf8(data: bytes, where: str) -> str:
+    """Return `data` as text. Raises ConfigError with the place of the first bad byte."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not valid UTF-8 at byte {error.start}") from None
+
+
+def read_text_file(path: str) -> bytes:
+    """Return a file's bytes. Raises ConfigError when it cannot be read."""
+    try:
+        with click.open_file(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def table(rows: list[tuple], header: tuple) -> str:
+    """Columns padded to their widest cell; numbers to the right."""
+    cells = [tuple(map(str, row)) for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [all(isinstance(row[i], int | float) for row in rows) and bool(rows) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

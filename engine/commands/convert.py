@@ -1,0 +1,55 @@
+"""`millstream convert`: a Hugging Face directory to a snapshot."""
+
+import click
+
+from . import _options
+from ._output import note, size, write, write_json
+
+
+@click.command()
+@click.argument("src", metavar="SRC_DIR")
+@click.argument("out", metavar="OUT")
+@click.option("--format", "experts", default="q8_0", show_default=True, metavar="NAME", help="Format of the experts.")
+@click.option("--gate-up-format", "gate_up", metavar="NAME", help="Experts' gate and up, if not --format.")
+@click.option("--down-format", "down", metavar="NAME", help="Experts' down, if not --format.")
+@click.option("--dense-format", "dense", default="f16", show_default=True, metavar="NAME", help="Everything else.")
+@click.option("--embed-format", "embed", metavar="NAME", help="Embedding, if not --dense-format.")
+@click.option("--head-format", "head", metavar="NAME", help="Output head, if not --dense-format.")
+@click.option("--layout", type=click.Choice(["auto", "storage", "compute"]), default="auto", show_default=True,
+              help="Store the format's rows, or what kernels read; auto: that where it is hardly larger.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@_options.threads_option
+@_options.json_option
+def convert(src, out, layout, force, threads, as_json, **formats):
+    """Convert the Hugging Face model in SRC_DIR to a snapshot in OUT.
+
+    Formats: see `millstream kernels`. Routers and norms stay float32.
+    """
+    from converters.hf import RoleFormats
+    from converters.hf import convert as convert_hf
+
+    from ._progress import Meter
+
+    with Meter("convert") as meter:
+        done = convert_hf(
+            src,
+            out,
+            formats=RoleFormats(**formats),
+            layout=layout,
+            threads=threads,
+            force=force,
+            progress=lambda p: meter.update(p.done_bytes, p.total_bytes, p.name),
+        )
+    roles = ", ".join(f"{role} {name}" for role, name in done.formats.items())
+    note(f"converted {done.num_tensors} tensors in {done.seconds:.1f} s: {roles}")
+    if as_json:
+        write_json({
+            "path": str(done.path),
+            "source_bytes": done.source_bytes,
+            "snapshot_bytes": done.snapshot_bytes,
+            "tensors": done.num_tensors,
+            "seconds": done.seconds,
+            "formats": done.formats,
+        })  # fmt: skip
+    else:
+        write(f"{done.path}: {size(done.snapshot_bytes)} from {size(done.source_bytes)}\n")

@@ -1,0 +1,163 @@
+"""`millstream generate`: continue a prompt, text to stdout as it comes, figures to stderr."""
+
+import dataclasses
+import sys
+
+import click
+
+from ..errors import ConfigError
+from . import _options
+from ._output import decode_utf8, note, read_text_file, size, write, write_json
+
+# Option -> key of generation_config.json, where the two names differ.
+CONFIG_KEYS = {"repeat_penalty": "repetition_penalty"}
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty",
+                    "presence_penalty", "seed")  # fmt: skip
+INTERRUPTED = "interrupted"
+
+
+def _without_final_newline(text: str) -> str:
+    # Files and pipes end with a newline that is no part of what was written.
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    """Return the prompt from the argument, the file, or stdin. Raises ConfigError or click.UsageError."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("PROMPT and --prompt-file exclude each other")
+    if prompt_file is not None:
+        return _without_final_newline(decode_utf8(read_text_file(prompt_file), prompt_file))
+    if prompt is not None and prompt != "-":
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("PROMPT: not valid UTF-8") from None
+        return prompt
+    if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+        raise click.UsageError("give a PROMPT, --prompt-file FILE, or text on stdin")
+    return _without_final_newline(decode_utf8(sys.stdin.buffer.read(), "stdin"))
+
+
+def choose_sampling(loaded, flags: dict):
+    """Return (SamplingParams, {setting: where it came from}): flags, then generation_config.json, then defaults."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    defaults = loaded.default_sampling()
+    sources = {}
+    for name in SAMPLING_OPTIONS:
+        configured = loaded.files.generation_config.get(CONFIG_KEYS.get(name, name)) is not None
+        sources[name] = "flag" if name in given else "generation_config" if configured else "default"
+    if "temperature" not in given and loaded.files.generation_config.get("do_sample") is not None:
+        sources["temperature"] = "generation_config"
+    return dataclasses.replace(defaults, **given), sources
+
+
+def describe_sampling(sampling, sources: dict) -> str:
+    """One line with every setting that is in effect and its source."""
+    used = [f"{name} {getattr(sampling, name):g} ({sources[name]})" for name in SAMPLING_OPTIONS]
+    return "sampling: " + ("greedy; " if sampling.temperature == 0 else "") + ", ".join(used)
+
+
+def describe_stats(generation, finish_reason: str) -> str:
+    stats = generation.stats
+    return (
+        f"prefill {stats.prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tok_s:.1f} tok/s); "
+        f"decode {stats.generated_tokens} tokens in {stats.decode_s:.3f} s ({stats.decode_tok_s:.1f} tok/s); "
+        f"finish: {finish_reason}; peak RSS {size(stats.peak_rss_bytes)}; load {stats.load_s:.2f} s"
+    )
+
+
+def report(loaded, prompt: str, generation, text: str, finish_reason: str, sources: dict) -> dict:
+    """The --json object. Fields that were not reached before an interruption are null or empty."""
+    if generation is None:
+        return {"text": text, "finish_reason": finish_reason, "prompt": prompt}
+    stats = generation.stats
+    rates = {"prefill_tok_s": stats.prefill_tok_s, "decode_tok_s": stats.decode_tok_s}
+    return {
+        "text": text,
+        "finish_reason": finish_reason,
+        "prompt": prompt,
+        "prompt_token_ids": list(map(int, generation.prompt_token_ids)),
+        "token_ids": list(map(int, generation.token_ids)),
+        "model": str(loaded.files.directory),
+        "architecture": loaded.files.architecture,
+        "isa": loaded.context.tier,
+        "threads": loaded.context.num_threads,
+        "context": loaded.max_context,
+        "kv": loaded.options.kv,
+        "sampling": dataclasses.asdict(generation.sampling),
+        "sampling_sources": sources,
+        "stats": {**dataclasses.asdict(stats), **rates},
+    }
+
+
+class Run:
+    """One generation from load to summary; keeps what there is when it is interrupted."""
+
+    def __init__(self, prompt: str, as_json: bool):
+        self.prompt, self.as_json = prompt, as_json
+        self.loaded = self.generation = None
+        self.sources: dict[str, str] = {}
+        self.pieces: list[str] = []
+
+    def __call__(self, runtime: dict, sampling_flags: dict, **options) -> None:
+        import engine
+
+        self.loaded = engine.load(runtime.pop("model"), **runtime)
+        note(_options.describe(self.loaded))
+        sampling, self.sources = choose_sampling(self.loaded, sampling_flags)
+        note(describe_sampling(sampling, self.sources))
+        self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
+        for piece in self.generation:
+            self.pieces.append(piece)
+            if not self.as_json:
+                write(piece)
+
+    def finish(self, interrupted: bool) -> None:
+        """Close the text and print the summary."""
+        reason = INTERRUPTED if interrupted else self.generation.finish_reason
+        if self.generation is not None and not self.generation.stats.peak_rss_bytes:
+            from ..hardware import peak_rss_bytes
+
+            self.generation.stats.peak_rss_bytes = peak_rss_bytes()
+        text = "".join(self.pieces)
+        if self.as_json:
+            write_json(report(self.loaded, self.prompt, self.generation, text, reason, self.sources))
+        elif text and not text.endswith("\n"):
+            write("\n")
+        note(describe_stats(self.generation, reason) if self.generation is not None else f"finish: {reason}")
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from a file, less its final newline.")
+@_options.runtime_options
+@click.option("--ctx", type=click.IntRange(min=1), metavar="N", help="Context in tokens (default: the model's).")
+@click.option("--max-tokens", "-n", type=click.IntRange(min=0), default=256, show_default=True, metavar="N",
+              help="Tokens to generate at most.")  # fmt: skip
+@click.option("--temperature", type=float, metavar="X", help="0 takes the most likely token.")
+@click.option("--top-k", type=int, metavar="N", help="Keep the N most likely tokens; 0: off.")
+@click.option("--top-p", type=float, metavar="X", help="Keep the smallest set with this probability; 1: off.")
+@click.option("--min-p", type=float, metavar="X", help="Keep tokens with X times the top probability; 0: off.")
+@click.option("--repeat-penalty", type=float, metavar="X", help="Weaken tokens seen lately; 1: off.")
+@click.option("--repeat-last-n", type=int, metavar="N", help="How many tokens the penalties look back.")
+@click.option("--frequency-penalty", type=float, metavar="X", help="Subtracted per occurrence; 0: off.")
+@click.option("--presence-penalty", type=float, metavar="X", help="Subtracted once when seen; 0: off.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Seed of the draws.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
+@_options.json_option
+@click.pass_context
+def generate(ctx, prompt, prompt_file, max_tokens, stop, ignore_eos, as_json, **options):
+    """Continue PROMPT (or a file, or stdin) and print the new text.
+
+    Sampler settings come from the model's generation_config.json unless an option sets them; those in use are printed
+    on stderr. Ctrl-C ends the text cleanly with exit code 130.
+    """
+    runtime = {name: options.pop(name) for name in ("model", "threads", "isa", "ctx", "kv")}
+    run = Run(read_prompt(prompt, prompt_file), as_json)
+    try:
+        run(runtime, options, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos)
+    except KeyboardInterrupt:
+        run.finish(interrupted=True)
+        ctx.exit(130)
+    run.finish(interrupted=False)

@@ -1,0 +1,132 @@
+"""What is in a model: sizes by role and layer, bits per weight, bytes a token reads, tokenizer facts.
+
+Works on the records of an opened model (engine.weights.ModelFiles) without reading weights; knows no container.
+"""
+
+import math
+import re
+from dataclasses import asdict, dataclass, field
+
+from .errors import WeightsError
+
+EXPERT_ROLES = ("gate_up", "down")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass
+class Group:
+    """Tensors that are counted together. nbytes: in the file; memory_bytes: in the compute layout."""
+
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    memory_bytes: int = 0
+    formats: list[str] = field(default_factory=list)
+    layouts: list[str] = field(default_factory=list)
+
+    def add(self, record, memory_bytes: int) -> None:
+        self.tensors += 1
+        self.parameters += math.prod(record.shape)
+        self.nbytes += record.nbytes
+        self.memory_bytes += memory_bytes
+        for names, name in ((self.formats, record.format), (self.layouts, record.layout or "storage")):
+            if name not in names:
+                names.append(name)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / self.parameters if self.parameters else 0.0
+
+    def to_json(self) -> dict:
+        return {**asdict(self), "bits_per_weight": self.bits_per_weight}
+
+
+def _memory_bytes(record, context) -> int:
+    """Bytes that a kernel reads for the whole tensor; vectors are float32 as stored."""
+    if len(record.shape) != 2 or record.layout is not None:
+        return record.nbytes
+    return context.matrix_bytes(context.layout_of(record.format), *record.shape)
+
+
+def _layer_of(name: str) -> int | None:
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
+def bytes_per_token(roles: dict[str, Group], config: dict, tied_head: bool) -> dict:
+    """Bytes of weights that one decode step reads from memory, and what of it are experts.
+
+    All dense tensors count whole, the embedding one row, the experts num_experts_per_tok of num_experts. A tied head
+    reads the whole embedding.
+    """
+    share = config["num_experts_per_tok"] / config["num_experts"]
+    experts = sum(roles[role].memory_bytes for role in EXPERT_ROLES if role in roles)
+    embed = roles["embed"].memory_bytes if "embed" in roles else 0
+    dense = sum(group.memory_bytes for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed"))
+    dense += embed if tied_head else embed // config["vocab_size"]
+    active = round(experts * share)
+    return {"dense": dense, "active_experts": active, "total": dense + active}
+
+
+def active_parameters(roles: dict[str, Group], config: dict, tied_head: bool) -> int:
+    """Parameters that take part in one decode step, embedding lookup not counted."""
+    share = config["num_experts_per_tok"] / config["num_experts"]
+    experts = sum(roles[role].parameters for role in EXPERT_ROLES if role in roles)
+    dense = sum(group.parameters for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed"))
+    return dense + round(experts * share) + (roles["embed"].parameters if tied_head else 0)
+
+
+def tokenizer_facts(files) -> dict | None:
+    """Sizes, special ids and rules of the tokenizer; {"error": ...} when it cannot be used, None without one."""
+    from .tokenizer import Tokenizer
+
+    if files.tokenizer_dir is None:
+        return None
+    try:
+        tokenizer = Tokenizer.from_dir(files.tokenizer_dir, files.generation_config, files.config)
+        tokenizer.check_vocabulary(files.config["vocab_size"])
+    except WeightsError as error:
+        return {"error": str(error)}
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "padding_ids": tokenizer.padded_vocab_size - tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_ids": sorted(tokenizer.eos_ids),
+        "adds_bos": tokenizer.adds_bos,
+        "chat_template": "chat_template" in tokenizer.config,
+    }
+
+
+def inspect_model(files, context) -> dict:
+    """Everything `millstream inspect` shows, ready for JSON. context: engine.kernels.Context for layout sizes."""
+    roles: dict[str, Group] = {}
+    layers: dict[int, dict[str, list[str]]] = {}
+    total = Group()
+    for record in files.tensors.values():
+        memory_bytes = _memory_bytes(record, context)
+        roles.setdefault(record.role, Group()).add(record, memory_bytes)
+        total.add(record, memory_bytes)
+        layer = _layer_of(record.name)
+        if layer is not None:
+            formats = layers.setdefault(layer, {}).setdefault(record.role, [])
+            if record.format not in formats:
+                formats.append(record.format)
+    return {
+        "path": str(files.directory),
+        "kind": files.kind,
+        "architecture": files.architecture,
+        "config": files.config,
+        "generation_config": files.generation_config,
+        "tied_head": files.tied_head,
+        "files": dict(files.files),
+        "file_bytes": files.file_bytes,
+        "tensor_bytes": total.nbytes,
+        "memory_bytes": total.memory_bytes,
+        "parameters": total.parameters,
+        "active_parameters": active_parameters(roles, files.config, files.tied_head),
+        "bits_per_weight": total.bits_per_weight,
+        "bytes_per_token": bytes_per_token(roles, files.config, files.tied_head),
+        "roles": {role: group.to_json() for role, group in roles.items()},
+        "layers": {str(layer): layers[layer] for layer in sorted(layers)},
+        "tokenizer": tokenizer_facts(files),
+    }
