@@ -1,0 +1,1 @@
+"""Converters: other people's checkpoints into snapshots."""

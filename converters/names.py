@@ -1,0 +1,72 @@
+"""Matches a checkpoint's tensors with what its architecture needs. The names themselves are in engine/models."""
+
+import re
+
+from engine.weights.architectures import Expected
+from engine.weights.checkpoint import Checkpoint, read_rows
+from engine.weights.errors import (
+    DtypeError,
+    MissingTensorError,
+    ShapeError,
+    UnexpectedTensorError,
+    brief,
+)
+from engine.weights.safetensors import SourceTensor
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+# Buffers that older exports saved and that every engine computes for itself.
+HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_COMPARE_ROWS = 1024
+
+
+def match_tensors(checkpoint: Checkpoint, expected: dict[str, Expected]) -> dict[str, SourceTensor]:
+    """Our name -> source tensor, complete and of the right shapes.
+
+    Raises: MissingTensorError, UnexpectedTensorError, ShapeError, DtypeError.
+    """
+    where, tensors = checkpoint.path, checkpoint.tensors
+    by_source = {want.checkpoint_name: name for name, want in expected.items()}
+    missing = [source for source in by_source if source not in tensors]
+    if missing:
+        raise MissingTensorError(
+            f"{where}: {len(missing)} of {len(by_source)} tensors are missing: {brief(missing)}; the download is "
+            "incomplete or config.json belongs to another model"
+        )
+    extra = [name for name in tensors if name not in by_source and not HARMLESS.search(name)]
+    if extra == ["lm_head.weight"] and "lm_head" not in expected:
+        _refuse_untied_head(checkpoint, expected)
+        extra = []
+    if extra:
+        raise UnexpectedTensorError(
+            f"{where}: {len(extra)} tensors are unknown to this architecture and would be ignored: {brief(extra)}"
+        )
+    return {name: _checked(tensors[want.checkpoint_name], want) for name, want in expected.items()}
+
+
+def _checked(tensor: SourceTensor, want: Expected) -> SourceTensor:
+    where = f"{tensor.path}: tensor {tensor.name}"
+    if tensor.shape != want.shape:
+        raise ShapeError(
+            f"{where}: shape {list(tensor.shape)}, config.json needs {list(want.shape)}; they belong to "
+            "different models"
+        )
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            f"{where}: dtype {tensor.dtype}, expected one of {', '.join(FLOAT_DTYPES)}; get the unquantized checkpoint"
+        )
+    return tensor
+
+
+def _refuse_untied_head(checkpoint: Checkpoint, expected: dict[str, Expected]) -> None:
+    """tie_word_embeddings with a stored lm_head is a copy of the embedding, or a contradiction."""
+    head = checkpoint.tensors["lm_head.weight"]
+    embed = checkpoint.tensors[expected["embed_tokens"].checkpoint_name]
+    same = head.shape == embed.shape and head.dtype == embed.dtype
+    for first in range(0, head.shape[0] if same else 0, _COMPARE_ROWS):
+        last = min(first + _COMPARE_ROWS, head.shape[0])
+        same = same and bytes(read_rows(head, first, last)) == bytes(read_rows(embed, first, last))
+    if not same:
+        raise UnexpectedTensorError(
+            f"{checkpoint.path}: config.json ties the head to the embedding, but lm_head.weight is stored and differs; "
+            "set tie_word_embeddings to false if the stored head is meant"
+        )

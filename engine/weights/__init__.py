@@ -1,0 +1,29 @@
+"""Weight files: one entry point that opens whatever a path holds, behind one interface (base.ModelFiles)."""
+
+from pathlib import Path
+
+from .base import ExpertRecord, ModelFiles, Progress, TensorRecord
+from .errors import NotASnapshotError
+from .header import HEADER_FILE
+from .snapshot import Snapshot
+
+__all__ = ["ExpertRecord", "ModelFiles", "Progress", "Snapshot", "TensorRecord", "open_model"]
+
+
+def open_model(path, context=None) -> ModelFiles:
+    """Open and check a model directory.
+
+    context: kernels.Context to check layouts against; None makes one.
+    Raises: NotASnapshotError for anything else, saying what it looks like; see Snapshot.open for the rest.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise NotASnapshotError(f"{path}: no such file or directory")
+    if path.is_file():
+        hint = f"give the directory {path.parent}" if path.name == HEADER_FILE else "give a snapshot directory"
+        raise NotASnapshotError(f"{path}: a file, expected a snapshot directory; {hint}")
+    if not (path / HEADER_FILE).is_file() and (path / "config.json").is_file():
+        raise NotASnapshotError(
+            f"{path}: a Hugging Face model directory, no snapshot; make one with `millstream convert {path} OUT`"
+        )
+    return Snapshot.open(path, context)

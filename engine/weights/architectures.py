@@ -1,0 +1,96 @@
+"""Which tensors a model has: every template of its family expanded to names, roles and shapes.
+
+The templates and the rules for config.json belong to the family's file in engine/models; readers and converters ask
+here. Knows nothing of files or of formats.
+"""
+
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from ..models import family, known
+from .errors import UnknownArchitectureError
+
+ROLES = ("embed", "head", "attention", "norm", "router", "gate_up", "down")
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")  # in the order of an expert record
+# Far above any model, far below what would exhaust memory while a broken config is being checked.
+_MAX_EXPERT_MATRICES = 4_000_000
+
+
+class Expected(NamedTuple):
+    """What a model needs: role, logical shape ([rows, cols], or [length] of a norm vector), name in a checkpoint."""
+
+    role: str
+    shape: tuple[int, ...]
+    checkpoint_name: str
+
+
+def expert_matrix_name(layer: int, expert: int, part: str) -> str:
+    return f"layers.{layer}.mlp.experts.{expert}.{part}"
+
+
+def expert_record_name(layer: int, expert: int) -> str:
+    """Name of an expert's one contiguous record inside its safetensors file."""
+    return f"layers.{layer}.experts.{expert}"
+
+
+def role_of(name: str) -> str:
+    """Role of a tensor name or template in our spelling."""
+    last = name.rsplit(".", 1)[-1]
+    if last.endswith("norm"):
+        return "norm"
+    if ".self_attn." in name:
+        return "attention"
+    by_name = {
+        "embed_tokens": "embed", "lm_head": "head", "router": "router",
+        "gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down",
+    }  # fmt: skip
+    return by_name[last]
+
+
+def _layer_numbers(template: str, num_layers: int):
+    return range(num_layers) if "{n}" in template else (None,)
+
+
+def _expand(template: str, num_layers: int, num_experts: int):
+    for n in _layer_numbers(template, num_layers):
+        for e in range(num_experts) if "{e}" in template else (None,):
+            yield n, e
+
+
+def model_config(architecture: str, config: dict):
+    """The family's checked Config.
+
+    Raises: UnknownArchitectureError with the list of known ones; ConfigError for a key that is missing, impossible or
+    changes the mathematics in a way that is not computed here.
+    """
+    if architecture not in known():
+        raise UnknownArchitectureError(
+            f"architecture {architecture!r} is not supported by this version (supported: {', '.join(known())})"
+        )
+    checked = family(architecture).Config.from_dict(config)
+    if checked.num_hidden_layers * checked.num_experts > _MAX_EXPERT_MATRICES:
+        raise ConfigError(
+            f"config.json: num_hidden_layers {checked.num_hidden_layers} x num_experts {checked.num_experts} is out of "
+            f"range (at most {_MAX_EXPERT_MATRICES})"
+        )
+    return checked
+
+
+def expected_tensors(architecture: str, config: dict) -> dict[str, Expected]:
+    """Every tensor of the model: embedding, then layer by layer with each expert's matrices together, norm, head.
+
+    Raises: as model_config.
+    """
+    checked = model_config(architecture, config)
+    module = family(architecture)
+    found = []
+    for template, shape in module.shapes(checked).items():
+        role, source = role_of(template), module.TENSORS[template]
+        part = EXPERT_PARTS.index(template.rsplit(".", 1)[-1]) if "{e}" in template else 0
+        for n, e in _expand(template, checked.num_hidden_layers, checked.num_experts):
+            # Before all layers: the embedding. After them: the final norm and the head.
+            place = n if n is not None else -1 if role == "embed" else checked.num_hidden_layers
+            order = (place, -1 if e is None else e, part)
+            found.append((order, template.format(n=n, e=e), Expected(role, tuple(shape), source.format(n=n, e=e))))
+    found.sort(key=lambda item: item[0])  # stable: templates of one layer keep the family's order
+    return {name: expected for _, name, expected in found}

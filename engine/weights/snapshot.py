@@ -1,0 +1,183 @@
+"""Reader of our own container: a directory of safetensors files and millstream.json (docs/snapshot.md).
+
+`Snapshot.open` checks everything that can be checked without reading all weights, so that a model that opens also
+runs; `verify` reads the rest. Dispatch is by the names in the header, never by byte counts.
+"""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from .. import kernels
+from ..formats import FORMATS
+from . import checks
+from .architectures import expected_tensors, model_config
+from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord
+from .errors import ChecksumError, HeaderChangedError, HeaderSyntaxError, NonFiniteError, NotASnapshotError
+from .header import HEADER_FILE, Header, header_identity, read_header_file
+from .safetensors import read_header
+
+# Tensors whose first rows are looked at when a snapshot is opened: enough to notice zeroed or random pages, few enough
+# to open a cold file at once.
+_SAMPLED_TENSORS = 48
+_SAMPLED_ROWS = 8
+_VERIFY_CHUNK_BYTES = 16 << 20
+_SCAN_VALUES = 4 << 20
+
+
+def checksum_of(*chunks) -> str:
+    """The checksum field of bytes-like chunks."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def default_context():
+    """A one-thread context of the best tier; enough to ask for sizes and to look at scales."""
+    return kernels.Context(num_threads=1)
+
+
+class Snapshot(ModelFiles):
+    """An opened snapshot; see ModelFiles. header: the typed millstream.json."""
+
+    kind = "snapshot"
+
+    def __init__(self, directory: Path, header: Header, context):
+        super().__init__(directory, header.architecture, header.config, header.generation_config)
+        self.header, self._context = header, context
+        self.tensors = {record.name: record for record in header.tensors}
+        self.files = header.files
+        self.tied_head = header.tied_head
+        self.tokenizer_dir = directory if (directory / "tokenizer.json").is_file() else None
+
+    @classmethod
+    def open(cls, path, context=None) -> "Snapshot":
+        """Open and check a snapshot directory before any work.
+
+        context: kernels.Context to ask for layouts; None makes one.
+        Raises: the classes of engine.weights.errors, each for its own way of being broken.
+        """
+        directory = Path(path)
+        header_path = directory / HEADER_FILE
+        if not header_path.is_file():
+            raise NotASnapshotError(
+                f"{directory}: no {HEADER_FILE}: this is no snapshot, or its conversion did not finish; "
+                "make one with `millstream convert`"
+            )
+        header, content = read_header_file(header_path)
+        self = cls(directory, header, context or default_context())
+        self._check_model(str(header_path))
+        self._check_files()
+        if header_identity(content) != header.identity:
+            raise HeaderChangedError(
+                f"{header_path}: identity {header.identity[:12]} does not match its content; it was edited or damaged "
+                "after it was written, copy it again or convert the model again"
+            )
+        self._check_scales(self._sample())
+        return self
+
+    # ---- checks at open ----------------------------------------------------------------------------------------------
+
+    def _check_model(self, where: str) -> None:
+        header = self.header
+        self.model_config = model_config(header.architecture, header.config)
+        expected = expected_tensors(header.architecture, header.config)
+        if header.tied_head != self.model_config.tie_word_embeddings:
+            raise HeaderSyntaxError(
+                f"{where}: tied_head is {header.tied_head}, the config says tie_word_embeddings = "
+                f"{self.model_config.tie_word_embeddings}; convert the model again"
+            )
+        checks.check_names(where, self.tensors, expected)
+        for record in self.tensors.values():
+            checks.check_format(where, record, FORMATS, self._context)
+        checks.check_shapes(where, self.tensors, expected)
+        for record in self.tensors.values():
+            checks.check_length(where, record, FORMATS[record.format], self._context)
+
+    def _check_files(self) -> None:
+        size = (self.model_config.num_hidden_layers, self.model_config.num_experts)
+        checks.check_files(self.path, self.files)
+        checks.check_layout_of_files(self.path, self.tensors.values(), self.files)
+        checks.check_experts(self.path, self.tensors, *size)
+        extents = checks.container_extents(self.tensors, *size)
+        for name in self.files:
+            container = read_header(self.path_of(name))
+            checks.check_container(name, container, self.header.identity, extents)
+
+    def _sample(self) -> list[tuple[TensorRecord, int]]:
+        records = list(self.tensors.values())
+        step = -(-len(records) // _SAMPLED_TENSORS)
+        return [(record, _SAMPLED_ROWS) for record in records[::step]]
+
+    def _check_scales(self, jobs) -> None:
+        """Refuse non-finite scales in the first rows of each (record, rows)."""
+        for record, rows in jobs:
+            row = first_nonfinite_row(self._context, record, self.read(record.name), min(rows, record.rows))
+            if row is not None:
+                raise NonFiniteError(
+                    f"{self.path_of(record.file)}: tensor {record.name}: row {row} has a scale or value that is not "
+                    "finite; the file is damaged or its source was, convert the model again"
+                )
+
+    # ---- verify ------------------------------------------------------------------------------------------------------
+
+    def verify(self, progress: ProgressCallback | None = None, threads: int | None = None) -> int:
+        """Read every tensor: checksums, then scales. Returns the bytes checked.
+
+        Raises: ChecksumError naming every tensor that changed, NonFiniteError.
+        """
+        records = list(self.tensors.values())
+        meter = ProgressMeter(sum(record.nbytes for record in records), progress)
+        changed = []
+        with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+            for record, good in zip(records, pool.map(self._matches, records), strict=True):
+                if not good:
+                    changed.append(record)
+                meter.add(record.nbytes, record.name)
+        if changed:
+            names = checks.brief([f"{record.name} ({record.file} at {record.offset})" for record in changed])
+            raise ChecksumError(
+                f"{self.path}: the bytes of {len(changed)} tensors changed since they were written: {names}; "
+                "copy the files again or convert the model again"
+            )
+        self._check_scales((record, record.rows) for record in records)
+        return sum(record.nbytes for record in records)
+
+    def _matches(self, record: TensorRecord) -> bool:
+        view = self.read(record.name)
+        chunks = (view[i : i + _VERIFY_CHUNK_BYTES] for i in range(0, record.nbytes, _VERIFY_CHUNK_BYTES))
+        return checksum_of(*chunks) == record.checksum
+
+
+def first_nonfinite_row(context, record: TensorRecord, stored, rows: int) -> int | None:
+    """First of the first `rows` rows with a value that is not finite, or None."""
+    if record.layout is None:
+        row_bytes = record.nbytes // record.rows
+        block = context.check_rows(record.format, stored[: rows * row_bytes], rows, record.cols)
+        return None if block is None else block // (record.cols // FORMATS[record.format].block_len)
+    return _first_nonfinite_strip_row(context, record, stored, rows)
+
+
+def _first_nonfinite_strip_row(context, record: TensorRecord, stored, rows: int) -> int | None:
+    # Layouts have no check of their own: the rows are widened to float32, some at a time, and looked at.
+    matrix = kernels.Matrix(context, record.layout, stored, record.rows, record.cols, record.format)
+    step = max(1, _SCAN_VALUES // record.cols)
+    for first in range(0, rows, step):
+        ids = np.arange(first, min(first + step, rows), dtype=np.int32)
+        values = np.empty((len(ids), record.cols), np.float32)
+        status = kernels.lib.moe_embed(
+            context.handle,
+            kernels.address(values, "float *"),
+            matrix.cdata,
+            kernels.address(ids, "int32_t *"),
+            len(ids),
+        )
+        kernels.check(status, f"read {record.name}")
+        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(bad):
+            return first + int(bad[0])
+    return None
