@@ -112,7 +112,7 @@ def inspect_model(files, context) -> dict:
             if record.format not in formats:
                 formats.append(record.format)
     return {
-        "path": str(files.directory),
+        "path": str(files.path),
         "kind": files.kind,
         "architecture": files.architecture,
         "config": files.config,

@@ -96,10 +96,12 @@ class Tokenizer:
         path: str | Path | None,
         generation_config: dict | None = None,
         model_config: dict | None = None,
+        model_vocab_size: int | None = None,
     ) -> "Tokenizer":
         """Open tokenizer.json and tokenizer_config.json of a model directory.
 
-        config.json and generation_config.json are read from the directory unless given.
+        config.json and generation_config.json are read from the directory unless given. model_vocab_size: see
+        check_vocabulary.
         Raises WeightsError when tokenizer.json is missing or invalid.
         """
         if path is None:
@@ -113,13 +115,16 @@ class Tokenizer:
             model_config = _read_json(path / "config.json", required=False)
         if generation_config is None:
             generation_config = _read_json(path / "generation_config.json", required=False)
-        return cls(
+        tokenizer = cls(
             file.read_text(encoding="utf-8"),
             _read_json(path / "tokenizer_config.json", required=False),
             generation_config=generation_config,
             model_config=model_config,
             where=str(file),
         )
+        if model_vocab_size is not None:
+            tokenizer.check_vocabulary(model_vocab_size)
+        return tokenizer
 
     def _named_token(self, key: str) -> int | None:
         value = self.config.get(key)

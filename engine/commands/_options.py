@@ -46,6 +46,6 @@ def describe(loaded) -> str:
     files, context = loaded.files, loaded.context
     formats = ", ".join(dict.fromkeys(record.format for record in files.tensors.values() if len(record.shape) == 2))
     return (
-        f"model: {files.directory} ({files.architecture}; {formats}); tier {context.tier}, "
+        f"model: {files.path} ({files.architecture}; {formats}); tier {context.tier}, "
         f"{context.num_threads} threads, context {loaded.max_context}, kv {loaded.options.kv}"
     )

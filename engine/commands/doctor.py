@@ -57,7 +57,7 @@ def as_text(found: dict) -> str:
 @click.command()
 @_options.json_option
 @click.pass_context
-def doctor(ctx, as_json):
+def doctor(click_context, as_json):
     """Check CPU, threads, memory limits, kernels and the shipped model. Exit code 1 when something is wrong."""
     from ..doctor import examine
 
@@ -67,4 +67,4 @@ def doctor(ctx, as_json):
     else:
         write(as_text(found))
     if found["problems"]:
-        ctx.exit(1)
+        click_context.exit(1)

@@ -13,6 +13,7 @@ from ._output import decode_utf8, note, read_text_file, size, write, write_json
 CONFIG_KEYS = {"repeat_penalty": "repetition_penalty"}
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty",
                     "presence_penalty", "seed")  # fmt: skip
+DRAW_OPTIONS = ("top_k", "top_p", "min_p", "seed")
 INTERRUPTED = "interrupted"
 
 
@@ -38,22 +39,40 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     return _without_final_newline(decode_utf8(sys.stdin.buffer.read(), "stdin"))
 
 
+def _model_defaults(loaded, given: dict):
+    """The model's own settings; where they are of a kind that is not computed here, options can replace them."""
+    from ..sampler import SamplingParams
+
+    try:
+        return loaded.default_sampling(), loaded.files.generation_config
+    except ConfigError as error:
+        if not given:
+            raise
+        note(f"note: {error}; only the options given are used")
+        return SamplingParams(), {}
+
+
 def choose_sampling(loaded, flags: dict):
     """Return (SamplingParams, {setting: where it came from}): flags, then generation_config.json, then defaults."""
     given = {name: value for name, value in flags.items() if value is not None}
-    defaults = loaded.default_sampling()
+    defaults, config = _model_defaults(loaded, given)
+    sampling = dataclasses.replace(defaults, **given)
     sources = {}
     for name in SAMPLING_OPTIONS:
-        configured = loaded.files.generation_config.get(CONFIG_KEYS.get(name, name)) is not None
+        # What only shapes the draw counts for nothing in a model that does not ask for draws.
+        counts = name == "repeat_penalty" or config.get("do_sample")
+        configured = counts and (name == "temperature" or config.get(CONFIG_KEYS.get(name, name)) is not None)
         sources[name] = "flag" if name in given else "generation_config" if configured else "default"
-    if "temperature" not in given and loaded.files.generation_config.get("do_sample") is not None:
-        sources["temperature"] = "generation_config"
-    return dataclasses.replace(defaults, **given), sources
+    if sampling.temperature == 0:
+        idle = [name for name in DRAW_OPTIONS if name in given]
+        if idle:
+            note(f"note: temperature is 0 (greedy), so {', '.join(idle)} changes nothing")
+    return sampling, sources
 
 
 def describe_sampling(sampling, sources: dict) -> str:
     """One line with every setting that is in effect and its source."""
-    used = [f"{name} {getattr(sampling, name):g} ({sources[name]})" for name in SAMPLING_OPTIONS]
+    used = [f"{name} {getattr(sampling, name)} ({sources[name]})" for name in SAMPLING_OPTIONS]
     return "sampling: " + ("greedy; " if sampling.temperature == 0 else "") + ", ".join(used)
 
 
@@ -78,7 +97,7 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "prompt": prompt,
         "prompt_token_ids": list(map(int, generation.prompt_token_ids)),
         "token_ids": list(map(int, generation.token_ids)),
-        "model": str(loaded.files.directory),
+        "model": str(loaded.files.path),
         "architecture": loaded.files.architecture,
         "isa": loaded.context.tier,
         "threads": loaded.context.num_threads,
@@ -147,7 +166,7 @@ class Run:
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
 @_options.json_option
 @click.pass_context
-def generate(ctx, prompt, prompt_file, max_tokens, stop, ignore_eos, as_json, **options):
+def generate(click_context, prompt, prompt_file, max_tokens, stop, ignore_eos, as_json, **options):
     """Continue PROMPT (or a file, or stdin) and print the new text.
 
     Sampler settings come from the model's generation_config.json unless an option sets them; those in use are printed
@@ -159,5 +178,5 @@ def generate(ctx, prompt, prompt_file, max_tokens, stop, ignore_eos, as_json, **
         run(runtime, options, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos)
     except KeyboardInterrupt:
         run.finish(interrupted=True)
-        ctx.exit(130)
+        click_context.exit(130)
     run.finish(interrupted=False)

@@ -39,7 +39,7 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
         "text_bytes": len(data),
         "text_bytes_as_tokens": token_bytes,
         **settings,
-        "model": str(loaded.files.directory),
+        "model": str(loaded.files.path),
         "architecture": loaded.files.architecture,
         "isa": loaded.context.tier,
         "threads": loaded.context.num_threads,
