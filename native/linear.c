@@ -247,8 +247,8 @@ static void linear_group(const struct linear_job *j, const struct linear_part *p
     int64_t row0 = (int64_t)first * w->layout->strip_rows, row1 = (int64_t)last * w->layout->strip_rows;
     if (row1 > w->rows) row1 = w->rows;
     int64_t rows = row1 - row0;
-    float *y[MOE_MAX_TOKENS], old[MOE_MAX_TOKENS][MAX_TASK_ROWS];
-    const void *x[MOE_MAX_TOKENS];
+    float *y[MOE_MAX_TOKENS] = {0}, old[MOE_MAX_TOKENS][MAX_TASK_ROWS];
+    const void *x[MOE_MAX_TOKENS] = {0};
     for (int t = 0; t < n; t++) {
         y[t] = p->y + (int64_t)(t0 + t) * w->rows;
         x[t] = p->act + (size_t)(t0 + t) * p->act_stride;
