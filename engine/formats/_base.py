@@ -1,0 +1,53 @@
+"""What a weight format is, in numpy: the definition and the oracle of the native codecs, and never on the hot path."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import FormatError
+
+
+@dataclass(frozen=True)
+class Format:
+    """A storage format: how the weights of a row lie in a file.
+
+    dequantize: uint8 [rows, row_bytes(cols)], cols -> float32 [rows, cols]. max_relative_error bounds our quantizer on
+    Gaussian weights, as RMS of the error over RMS of the weights; None where the format is only read.
+    """
+
+    name: str
+    version: int
+    block_len: int  # weights per block
+    block_bytes: int
+    layout: str  # compute layout it is re-coded to, without loss
+    ggml_type: int | None  # id in GGUF files
+    dequantize: Callable[[np.ndarray, int], np.ndarray]
+    max_relative_error: float | None
+    source: str
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of a row of `cols` weights. Raises: FormatError when blocks do not fit."""
+        if cols <= 0 or cols % self.block_len:
+            raise FormatError(
+                f"format {self.name}: got rows of {cols} weights, expected a positive multiple of {self.block_len}; "
+                "store this tensor in a format with shorter blocks"
+            )
+        return cols // self.block_len * self.block_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.block_bytes * 8 / self.block_len
+
+
+def gguf_dequantize(ggml_type: int) -> Callable[[np.ndarray, int], np.ndarray]:
+    """Reference decoder of a GGUF type from the gguf package."""
+
+    def dequantize(storage: np.ndarray, cols: int) -> np.ndarray:
+        from gguf import GGMLQuantizationType, quants
+
+        storage = np.ascontiguousarray(storage, dtype=np.uint8)
+        out = quants.dequantize(storage, GGMLQuantizationType(ggml_type))
+        return out.reshape(len(storage), cols).astype(np.float32, copy=False)
+
+    return dequantize
