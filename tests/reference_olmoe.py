@@ -23,6 +23,7 @@ class Rules:
     default_rope_theta: bool = False  # theta 10000 whatever the config says
     default_eps: bool = False  # eps 1e-5 whatever the config says
     interleaved_kv_heads: bool = False  # query head n reads kv head n % K instead of n // (N / K)
+    f16_kv: bool = False  # not a mistake: keys and values rounded to float16, as a float16 KV cache stores them
 
 
 def mistakes_that_bite(config):
@@ -156,6 +157,8 @@ def _attention(weights, config, prefix, x, rules):
     q = _project_qk(weights, config, prefix, "q", x, num_heads, rules)  # [T, N, D]
     k = _project_qk(weights, config, prefix, "k", x, num_kv_heads, rules)  # [T, K, D]
     v = _clip(x @ _get(weights, prefix + "self_attn.v_proj.weight").T, config, rules).reshape(k.shape)
+    if rules.f16_kv:
+        k, v = (a.astype(np.float16).astype(np.float64) for a in (k, v))
     head_ids = np.arange(num_heads)
     kv_of_head = head_ids % num_kv_heads if rules.interleaved_kv_heads else head_ids // (num_heads // num_kv_heads)
     scores = np.einsum("tnd,snd->nts", q, k[:, kv_of_head]) / np.sqrt(q.shape[-1])  # [N, T, T]
