@@ -12,7 +12,7 @@
  *    floor(r * total / 2^53).
  *
  * Cost: one vectorised pass for the maximum. With a small top_k a second look at the blocks that can hold one of the k
- * largest; otherwise exp of everything and a distribution over buckets of equal (l - max) / temperature, which are
+ * largest; otherwise exp of everything and a distribution over buckets of about equal (l - max) / temperature, which are
  * sorted one by one only as far as the draw or a cut reaches. */
 #include "internal.h"
 
@@ -150,7 +150,17 @@ static void collect(struct sampler *s, int32_t *ids, float *value, int k) {
     s->num_candidates = n;
 }
 
-static int bucket_of(float exponent) { return (int)(exponent * ((NUM_BUCKETS - 1) / LOWEST_EXPONENT)); }
+/* Buckets divide what the exponents span (at a high temperature that is little). */
+static float bucket_scale(const struct sampler *s) {
+    float lowest = -1e-6f;
+    for (int j = 0; j < s->num_candidates; j++)
+        if (s->exponent[j] < lowest && s->exponent[j] >= LOWEST_EXPONENT) lowest = s->exponent[j];
+    return (NUM_BUCKETS - 1) / lowest;
+}
+static int bucket_of(float exponent, float scale) {
+    const int bucket = (int)(exponent * scale);
+    return bucket < NUM_BUCKETS ? bucket : NUM_BUCKETS - 1;
+}
 
 /* Weights, their total, and the candidates distributed over buckets. */
 static void distribute(struct sampler *s, const struct moe_vector_ops *vec, float temperature) {
@@ -158,10 +168,11 @@ static void distribute(struct sampler *s, const struct moe_vector_ops *vec, floa
     for (int j = 0; j < s->num_candidates; j++) s->exponent[j] = (s->value[j] - s->max) / temperature;
     vec->exp(s->p, s->exponent, s->num_candidates);
     s->total = 0;
+    const float scale = bucket_scale(s);
     for (int j = 0; j < s->num_candidates; j++) {
         if (!(s->exponent[j] >= LOWEST_EXPONENT) || !weight_of(s->p[j])) continue;
         s->total += weight_of(s->p[j]);
-        start[bucket_of(s->exponent[j])]++;
+        start[bucket_of(s->exponent[j], scale)]++;
     }
     s->num_ranked = 0;
     for (int b = 0; b < NUM_BUCKETS; b++) {
@@ -172,7 +183,7 @@ static void distribute(struct sampler *s, const struct moe_vector_ops *vec, floa
     }
     for (int j = 0; j < s->num_candidates; j++) {
         if (!(s->exponent[j] >= LOWEST_EXPONENT) || !weight_of(s->p[j])) continue;
-        s->order[start[bucket_of(s->exponent[j])]++] = j;
+        s->order[start[bucket_of(s->exponent[j], scale)]++] = j;
     }
     s->next_bucket = s->sorted = 0;
 }
