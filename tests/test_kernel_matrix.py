@@ -1,0 +1,66 @@
+"""The map of kernels and codecs per tier equals the reviewed file: a hole or a reused tier is text somebody read.
+
+Regenerate with: python tests/test_kernel_matrix.py > tests/data/kernel_matrix.txt"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine import kernels
+
+REVIEWED = Path(__file__).parent / "data" / "kernel_matrix.txt"
+REVIEWED_TIERS = {"scalar", "avx2", "avx512"}
+
+
+def matrix():
+    lines = []
+    for kind, tables in (("layout", kernels.layouts()), ("format", kernels.formats())):
+        for t in tables:
+            if t.tier in REVIEWED_TIERS:
+                lines.append(f"{kind} {t.name} {t.tier} " + (f"same-as {t.same_as}: {t.why}" if t.same_as else "own"))
+    return lines
+
+
+def test_kernel_matrix_equals_reviewed_file():
+    if REVIEWED_TIERS - {name for name, _, _ in kernels.tiers()}:
+        pytest.skip("the reviewed file is for x86-64")
+    assert matrix() == REVIEWED.read_text().splitlines(), "regenerate tests/data/kernel_matrix.txt and review it"
+
+
+@pytest.mark.parametrize("tables", [kernels.layouts(), kernels.formats()], ids=["layouts", "formats"])
+def test_every_name_answers_on_every_tier(tables):
+    names = {t.name for t in tables}
+    assert {(t.name, t.tier) for t in tables} == {(name, tier) for name in names for tier, _, _ in kernels.tiers()}
+
+
+def test_no_own_table_has_an_empty_slot():
+    for t in kernels.layouts():
+        if not t.same_as:
+            assert t.cdata.matmul and t.cdata.strip_bytes and t.cdata.block_len and t.cdata.strip_rows, (t.name, t.tier)
+            assert t.cdata.dequantize_row or t.tier != "scalar", t.name
+    for t in kernels.formats():
+        if not t.same_as:
+            assert t.cdata.encode_strip and t.cdata.layout and t.cdata.block_bytes, (t.name, t.tier)
+            assert t.cdata.check_row or t.tier != "scalar", t.name
+
+
+def test_reused_tables_say_why_and_lead_to_code():
+    for tables in (kernels.layouts(), kernels.formats()):
+        by_key = {(t.name, t.tier): t for t in tables}
+        for t in tables:
+            if t.same_as:
+                assert t.why and not by_key[t.name, t.same_as].same_as, (t.name, t.tier)
+
+
+@pytest.mark.parametrize("tier", [name for name, supported, _ in kernels.tiers() if supported])
+def test_forced_tier_selects_its_own_tables(tier):
+    context = kernels.Context(tier=tier, num_threads=1)
+    for tables, select in ((kernels.layouts(), context.layout), (kernels.formats(), context.format)):
+        for t in tables:
+            if t.tier == tier:
+                assert kernels.text(select(t.name).tier) == (t.same_as or tier)
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(matrix()) + "\n")
