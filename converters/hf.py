@@ -1,17 +1,17 @@
 """Hugging Face directory -> snapshot: check everything, then stream tensor by tensor."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine import __version__
 from engine.errors import ConfigError
+from engine.formats import FORMATS
 from engine.kernels import Context
 from engine.weights.architectures import expected_tensors
 from engine.weights.base import ProgressCallback, ProgressMeter
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.errors import QuantizedSourceError, UnknownArchitectureError
-from engine.weights.fingerprint import source_fingerprint
+from engine.weights.errors import ConversionIOError, QuantizedSourceError, UnknownArchitectureError
 from engine.weights.header import Header
 from engine.weights.writer import EXPERT_FILE_BYTES, SnapshotWriter, plan_files
 
@@ -82,46 +82,53 @@ def convert(
     layout: "compute" writes what kernels read, "storage" the formats' own rows, "auto" the first where it costs at most
     5 % more bytes. threads: None = one per usable CPU; the output does not depend on it. progress: called with a
     Progress (source bytes) after every tensor. expert_file_bytes: when a new expert file is begun.
-    Raises: EngineError subclasses, all but NonFiniteError and those of the file system before anything is written.
+    Raises: EngineError subclasses, all but NonFiniteError and ConversionIOError before anything is written.
     """
-    started, formats = time.monotonic(), formats or RoleFormats()
-    checkpoint = Checkpoint.open(src)
-    architecture = _model_type(checkpoint)
-    _refuse_quantized(checkpoint.config)
-    expected = expected_tensors(architecture, checkpoint.config)
-    sources = match_tensors(checkpoint, expected)
-    from engine.formats import FORMATS
+    started = time.monotonic()
+    try:
+        job = _Job(Checkpoint.open(src), formats or RoleFormats(), layout, threads)
+        written = job.run(out, force, progress, expert_file_bytes)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConversionIOError(f"{error.filename or out}: {reason} (converting {src})") from error
+    return replace(written, seconds=time.monotonic() - started)
 
-    quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
-    roles = _role_summary(formats, expected)
-    plan = [quantizer.plan(name, want, formats.of(want.role)) for name, want in expected.items()]
-    files = plan_files(plan, expert_file_bytes)
-    meter = ProgressMeter(sum(source.nbytes for source in sources.values()), progress)
 
-    def produce(record):
-        yield from quantizer.chunks(record, sources[record.name])
-        meter.add(sources[record.name].nbytes, record.name)
+class _Job:
+    """One conversion: everything is checked when it is made, everything is written when it runs."""
 
-    with SnapshotWriter(out, force) as writer:
-        writer.check_space(files)
-        header = Header(
-            architecture=architecture,
-            config=checkpoint.config,
-            generation_config=checkpoint.generation_config,
-            source=source_fingerprint(checkpoint.path / "config.json", checkpoint.shards),
+    def __init__(self, checkpoint: Checkpoint, formats: RoleFormats, layout: str, threads: int | None):
+        self.checkpoint, self.architecture = checkpoint, _model_type(checkpoint)
+        _refuse_quantized(checkpoint.config)
+        expected = expected_tensors(self.architecture, checkpoint.config)
+        self.sources = match_tensors(checkpoint, expected)
+        self.quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
+        self.roles = _role_summary(formats, expected)
+        self.plan = [self.quantizer.plan(name, want, self.roles[want.role]) for name, want in expected.items()]
+        self.source_bytes = sum(source.nbytes for source in self.sources.values())
+
+    def _header(self) -> Header:
+        return Header(
+            architecture=self.architecture,
+            config=self.checkpoint.config,
+            generation_config=self.checkpoint.generation_config,
+            source=self.checkpoint.fingerprint(),
             created_by=f"millstream {__version__}",
-            formats=roles,
-            tied_head="lm_head" not in expected,
-            files={},
-            tensors=[],
+            formats=self.roles,
+            tied_head=all(record.role != "head" for record in self.plan),
         )
-        side_files = [checkpoint.path / name for name in SIDE_FILES if (checkpoint.path / name).is_file()]
-        written = writer.write(header, files, side_files, produce)
-        return ConversionReport(
-            path=writer.out,
-            source_bytes=sum(source.nbytes for source in sources.values()),
-            snapshot_bytes=written,
-            num_tensors=len(plan),
-            seconds=time.monotonic() - started,
-            formats=roles,
-        )
+
+    def run(self, out, force: bool, progress: ProgressCallback | None, expert_file_bytes: int) -> ConversionReport:
+        files = plan_files(self.plan, expert_file_bytes)
+        meter = ProgressMeter(self.source_bytes, progress)
+
+        def produce(record):
+            source = self.sources[record.name]
+            yield from self.quantizer.chunks(record, source)
+            meter.add(source.nbytes, record.name)
+
+        side_files = [self.checkpoint.path / name for name in SIDE_FILES]
+        with SnapshotWriter(out, force) as writer:
+            writer.check_space(files)
+            written = writer.write(self._header(), files, [path for path in side_files if path.is_file()], produce)
+            return ConversionReport(writer.out, self.source_bytes, written, len(self.plan), 0.0, self.roles)

@@ -12,8 +12,8 @@ from .errors import UnknownArchitectureError
 
 ROLES = ("embed", "head", "attention", "norm", "router", "gate_up", "down")
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")  # in the order of an expert record
-# Far above any model, far below what would exhaust memory while a broken config is being checked.
-_MAX_EXPERT_MATRICES = 4_000_000
+# Ten times the largest published model; a broken config must not exhaust memory while it is being checked.
+_MAX_EXPERTS = 250_000
 
 
 class Expected(NamedTuple):
@@ -47,14 +47,10 @@ def role_of(name: str) -> str:
     return by_name[last]
 
 
-def _layer_numbers(template: str, num_layers: int):
-    return range(num_layers) if "{n}" in template else (None,)
-
-
 def _expand(template: str, num_layers: int, num_experts: int):
-    for n in _layer_numbers(template, num_layers):
-        for e in range(num_experts) if "{e}" in template else (None,):
-            yield n, e
+    layers = range(num_layers) if "{n}" in template else (None,)
+    experts = range(num_experts) if "{e}" in template else (None,)
+    return ((n, e) for n in layers for e in experts)
 
 
 def model_config(architecture: str, config: dict):
@@ -68,10 +64,10 @@ def model_config(architecture: str, config: dict):
             f"architecture {architecture!r} is not supported by this version (supported: {', '.join(known())})"
         )
     checked = family(architecture).Config.from_dict(config)
-    if checked.num_hidden_layers * checked.num_experts > _MAX_EXPERT_MATRICES:
+    if checked.num_hidden_layers * checked.num_experts > _MAX_EXPERTS:
         raise ConfigError(
             f"config.json: num_hidden_layers {checked.num_hidden_layers} x num_experts {checked.num_experts} is out of "
-            f"range (at most {_MAX_EXPERT_MATRICES})"
+            f"range (at most {_MAX_EXPERTS})"
         )
     return checked
 

@@ -19,6 +19,7 @@ from .errors import (
     TruncatedFileError,
     brief,
 )
+from .fingerprint import source_fingerprint
 from .header import load_json
 from .safetensors import ITEM_BYTES, SourceTensor, read_header
 
@@ -67,6 +68,10 @@ class Checkpoint:
                 "belongs to other files, download again"
             )
         return cls(path, config, load_json(generation) if generation.is_file() else {}, shards, tensors)
+
+    def fingerprint(self) -> dict:
+        """See fingerprint.source_fingerprint."""
+        return source_fingerprint(self.path / "config.json", self.shards)
 
 
 def _shards(path: Path) -> tuple[list[Path], list[str]]:

@@ -67,8 +67,8 @@ def check_format(where: str, record: TensorRecord, formats: Mapping, context) ->
 def check_kernel(where: str, format_name: str, layout: str, context) -> None:
     """Raises: MissingKernelError when the codec or the layout's kernel is absent on this CPU tier."""
     try:
-        context.layout_of(format_name)
-        context.matrix_bytes(layout, 8, 256)
+        context.format(format_name)
+        context.layout(layout)
     except KernelError as error:
         raise MissingKernelError(
             f"{where}: no kernel for format {format_name} and layout {layout} ({error}); choose another --isa or format"
@@ -123,12 +123,16 @@ def check_shapes(where: str, records: Mapping[str, TensorRecord], expected: Mapp
             raise LengthError(f"{where}: tensor {name}: a vector must be f32 rows, got {record.format}")
 
 
-def check_files(directory: Path, files: Mapping[str, int]) -> None:
-    """Presence and size. Raises: MissingFileError naming every absent file, TruncatedFileError, FileLengthError."""
-    missing = [name for name in files if not (directory / name).is_file()]
+def check_files(directory: Path, files: Mapping[str, int], side_files: Iterable[str] = ()) -> None:
+    """Presence of all, size of data files.
+
+    Raises: MissingFileError naming every absent file, TruncatedFileError, FileLengthError.
+    """
+    names = [*files, *side_files]
+    missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise MissingFileError(
-            f"{directory}: {len(missing)} of {len(files)} files are missing: {brief(missing, 20)}; copy them again"
+            f"{directory}: {len(missing)} of {len(names)} files are missing: {brief(missing, 20)}; copy them again"
         )
     for name, expected in files.items():
         got = (directory / name).stat().st_size

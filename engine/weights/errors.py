@@ -137,6 +137,18 @@ class QuantizedSourceError(ConfigError):
     """The source is quantized already, in a way that is not read here."""
 
 
+class UnreadableFileError(WeightsError):
+    """The system refused to read a file."""
+
+
+class ConversionIOError(WeightsError):
+    """The system refused a read or a write during a conversion."""
+
+
+class SourceChangedError(WeightsError):
+    """The checkpoint is not the one a snapshot was made from."""
+
+
 class OutputExistsError(ConfigError):
     """The target exists."""
 

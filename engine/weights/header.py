@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .base import TensorRecord
@@ -26,7 +26,8 @@ READER_VERSION = "0.1.0"  # this millstream, as far as the container is concerne
 class Header:
     """The content of millstream.json.
 
-    formats: role -> format name. files: data file name -> bytes. identity: see header_identity.
+    formats: role -> format name. files: data file name -> bytes. side_files: tokenizer and defaults, each
+    {"name", "bytes", "checksum"}. identity: see header_identity.
     """
 
     architecture: str
@@ -36,8 +37,9 @@ class Header:
     created_by: str
     formats: dict[str, str]
     tied_head: bool
-    files: dict[str, int]
-    tensors: list[TensorRecord]
+    files: dict[str, int] = field(default_factory=dict)
+    side_files: list[dict] = field(default_factory=list)
+    tensors: list[TensorRecord] = field(default_factory=list)
     header_version: int = HEADER_VERSION
     min_reader: str = MIN_READER
     identity: str = ""
@@ -60,6 +62,7 @@ class Header:
             "formats": self.formats,
             "tied_head": self.tied_head,
             "files": [{"name": name, "bytes": size} for name, size in self.files.items()],
+            "side_files": self.side_files,
             "tensors": tensors,
         }
 
@@ -80,7 +83,7 @@ def dump_header(content: dict) -> bytes:
     """One top-level key per line and one tensor per line: readable with less and diff."""
     lines = []
     for key, value in content.items():
-        if key in ("tensors", "files"):
+        if key in ("tensors", "files", "side_files"):
             rows = ",\n".join("  " + json.dumps(entry, ensure_ascii=True) for entry in value)
             lines.append(f"{json.dumps(key)}: [\n{rows}\n]")
         else:
@@ -149,8 +152,10 @@ def _record(entry, path: Path, files: dict[str, int]) -> TensorRecord:
     name = _field(entry, "name", str, f"{path}: tensors")
     where = f"{path}: tensor {name}"
     shape = _field(entry, "shape", list, where)
-    if len(shape) not in (1, 2) or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape):
-        raise HeaderSyntaxError(f"{where}: shape: got {shape!r}, expected one or two positive counts")
+    if len(shape) not in (1, 2) or not all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 < n < 1 << 31 for n in shape
+    ):
+        raise HeaderSyntaxError(f"{where}: shape: got {shape!r}, expected one or two counts below 2^31")
     layout = entry.get("layout")
     if layout is not None:
         layout = _field(entry, "layout", str, where)
@@ -172,15 +177,15 @@ def _record(entry, path: Path, files: dict[str, int]) -> TensorRecord:
     )
 
 
-def _files(content: dict, path: Path) -> dict[str, int]:
+def _files(content: dict, key: str, path: Path) -> dict[str, int]:
     files: dict[str, int] = {}
-    for entry in _field(content, "files", list, str(path)):
+    for entry in _field(content, key, list, str(path)):
         if not isinstance(entry, dict):
-            raise HeaderSyntaxError(f"{path}: files: got {entry!r}, expected an object; convert the model again")
-        name = _field(entry, "name", str, f"{path}: files")
+            raise HeaderSyntaxError(f"{path}: {key}: got {entry!r}, expected an object; convert the model again")
+        name = _field(entry, "name", str, f"{path}: {key}")
         # A name with a separator could make the reader open files outside of the snapshot.
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
-            raise HeaderSyntaxError(f"{path}: files: {name!r} is no plain file name")
+            raise HeaderSyntaxError(f"{path}: {key}: {name!r} is no plain file name")
         if name in files:
             raise DuplicateTensorError(f"{path}: file {name} is listed twice; convert the model again")
         files[name] = _field(entry, "bytes", int, f"{path}: file {name}")
@@ -194,13 +199,16 @@ def read_header_file(path: Path) -> tuple[Header, dict]:
     """
     content = load_json(path)
     _check_versions(content, path)
-    where, files = str(path), _files(content, path)
+    where, files = str(path), _files(content, "files", path)
     records = [_record(entry, path, files) for entry in _field(content, "tensors", list, where)]
     seen: set[str] = set()
     for record in records:
         if record.name in seen:
             raise DuplicateTensorError(f"{path}: tensor {record.name} is listed twice; convert the model again")
         seen.add(record.name)
+    _files(content, "side_files", path)
+    for entry in content["side_files"]:
+        _field(entry, "checksum", str, f"{path}: file {entry['name']}")
     header = Header(
         architecture=_field(content, "architecture", str, where),
         config=_field(content, "config", dict, where),
@@ -210,6 +218,7 @@ def read_header_file(path: Path) -> tuple[Header, dict]:
         formats=_field(content, "formats", dict, where),
         tied_head=_field(content, "tied_head", bool, where),
         files=files,
+        side_files=content["side_files"],
         tensors=records,
         header_version=content["header_version"],
         min_reader=content["min_reader"],

@@ -16,7 +16,17 @@ from ..formats import FORMATS
 from . import checks
 from .architectures import expected_tensors, model_config
 from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord
-from .errors import ChecksumError, HeaderChangedError, HeaderSyntaxError, NonFiniteError, NotASnapshotError
+from .checkpoint import Checkpoint
+from .errors import (
+    ChecksumError,
+    HeaderChangedError,
+    HeaderSyntaxError,
+    NonFiniteError,
+    NotASnapshotError,
+    SourceChangedError,
+    UnreadableFileError,
+    brief,
+)
 from .header import HEADER_FILE, Header, header_identity, read_header_file
 from .safetensors import read_header
 
@@ -61,7 +71,15 @@ class Snapshot(ModelFiles):
         context: kernels.Context to ask for layouts; None makes one.
         Raises: the classes of engine.weights.errors, each for its own way of being broken.
         """
-        directory = Path(path)
+        try:
+            return cls._open(Path(path), context or default_context())
+        except OSError as error:
+            raise UnreadableFileError(
+                f"{error.filename or path}: {error.strerror or error}; check its permissions"
+            ) from error
+
+    @classmethod
+    def _open(cls, directory: Path, context) -> "Snapshot":
         header_path = directory / HEADER_FILE
         if not header_path.is_file():
             raise NotASnapshotError(
@@ -69,7 +87,7 @@ class Snapshot(ModelFiles):
                 "make one with `millstream convert`"
             )
         header, content = read_header_file(header_path)
-        self = cls(directory, header, context or default_context())
+        self = cls(directory, header, context)
         self._check_model(str(header_path))
         self._check_files()
         if header_identity(content) != header.identity:
@@ -100,7 +118,7 @@ class Snapshot(ModelFiles):
 
     def _check_files(self) -> None:
         size = (self.model_config.num_hidden_layers, self.model_config.num_experts)
-        checks.check_files(self.path, self.files)
+        checks.check_files(self.path, self.files, [entry["name"] for entry in self.header.side_files])
         checks.check_layout_of_files(self.path, self.tensors.values(), self.files)
         checks.check_experts(self.path, self.tensors, *size)
         extents = checks.container_extents(self.tensors, *size)
@@ -138,14 +156,28 @@ class Snapshot(ModelFiles):
                 if not good:
                     changed.append(record)
                 meter.add(record.nbytes, record.name)
-        if changed:
-            names = checks.brief([f"{record.name} ({record.file} at {record.offset})" for record in changed])
+        names = [f"{record.name} ({record.file} at {record.offset})" for record in changed]
+        names += [
+            entry["name"]
+            for entry in self.header.side_files
+            if checksum_of(self.path_of(entry["name"]).read_bytes()) != entry["checksum"]
+        ]
+        if names:
             raise ChecksumError(
-                f"{self.path}: the bytes of {len(changed)} tensors changed since they were written: {names}; "
-                "copy the files again or convert the model again"
+                f"{self.path}: bytes changed since they were written: {brief(names)}; copy the files again or convert "
+                "the model again"
             )
         self._check_scales((record, record.rows) for record in records)
         return sum(record.nbytes for record in records)
+
+    def check_source(self, checkpoint: Checkpoint) -> None:
+        """Raises: SourceChangedError when this snapshot was made from another checkpoint, of whatever size."""
+        found = checkpoint.fingerprint()
+        if found["sha256"] != self.header.source.get("sha256"):
+            raise SourceChangedError(
+                f"{self.path}: made from a checkpoint with fingerprint {str(self.header.source.get('sha256'))[:12]}, "
+                f"{checkpoint.path} has {found['sha256'][:12]}; convert the model again"
+            )
 
     def _matches(self, record: TensorRecord) -> bool:
         view = self.read(record.name)

@@ -121,17 +121,23 @@ class SnapshotWriter:
     def write(self, header: Header, files: list[PlannedFile], side_files: Iterable[Path], produce) -> int:
         """Write all files and the header, then publish. Returns the bytes of the data files.
 
-        header: complete but for files, tensors and identity. produce(record) yields the tensor's bytes as uint8 arrays.
+        header: complete but for files, side files, tensors and identity.
+        produce(record) yields the tensor's bytes as uint8 arrays.
         """
         sizes = {file.name: len(file.header("0" * 64)) + file.data_bytes for file in files}
         records = [record for file in files for parts in file.parts for record in parts]
-        header = replace(header, files=sizes, tensors=records)
+        contents = {path.name: path.read_bytes() for path in side_files}
+        side = [
+            {"name": name, "bytes": len(content), "checksum": _checksum(hashlib.sha256(content))}
+            for name, content in contents.items()
+        ]
+        header = replace(header, files=sizes, side_files=side, tensors=records)
         identity = header_identity(header.to_json())
         checksums: dict[str, str] = {}
         for file in files:
             self._write_data_file(file, identity, produce, checksums)
-        for path in side_files:
-            self._write_file(path.name, path.read_bytes())
+        for name, content in contents.items():
+            self._write_file(name, content)
         records = [replace(record, checksum=checksums[record.name]) for record in records]
         content = replace(header, tensors=records, identity=identity).to_json()
         self._write_file(HEADER_FILE, dump_header(content))
@@ -189,7 +195,11 @@ def _write_chunk(handle, digest, chunk: np.ndarray) -> None:
 
 
 def _finish(checksums: dict[str, str], name: str, digest) -> None:
-    checksums[name] = f"sha256:{digest.hexdigest()}"
+    checksums[name] = _checksum(digest)
+
+
+def _checksum(digest) -> str:
+    return f"sha256:{digest.hexdigest()}"
 
 
 def _sync(handle) -> None:
