@@ -35,8 +35,6 @@ for command in (generate, perplexity, convert, inspect, doctor, kernels):
 def _run(args: list[str] | None) -> int:
     try:
         status = cli.main(args, prog_name="millstream", standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except click.ClickException as error:
         error.show()
@@ -47,7 +45,7 @@ def _run(args: list[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort):
         _output.note("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except _output.ReaderGone:
         return EXIT_BROKEN_PIPE
 
 

@@ -15,15 +15,19 @@ class OutputError(EngineError):
     exit_code = 1
 
 
+class ReaderGone(Exception):
+    """Nobody reads stdout any more. No OSError: click has ways of its own with those."""
+
+
 def write(text: str) -> None:
-    """Write product text to stdout at once. Raises BrokenPipeError when the reader is gone, OutputError otherwise."""
+    """Write product text to stdout at once. Raises ReaderGone when the reader is gone, OutputError otherwise."""
     if sys.stdout is None:  # started with stdout closed
         return
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        raise
+        raise ReaderGone from None
     except OSError as error:
         raise OutputError(f"stdout: cannot be written: {error.strerror}") from None
 

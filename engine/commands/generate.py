@@ -70,9 +70,15 @@ def choose_sampling(loaded, flags: dict):
     return sampling, sources
 
 
+def settings(sampling) -> dict:
+    """Settings as a user writes them: the engine keeps float32, whose 0.7 prints as 0.699999988."""
+    values = {name: getattr(sampling, name) for name in SAMPLING_OPTIONS}
+    return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in values.items()}
+
+
 def describe_sampling(sampling, sources: dict) -> str:
     """One line with every setting that is in effect and its source."""
-    used = [f"{name} {getattr(sampling, name)} ({sources[name]})" for name in SAMPLING_OPTIONS]
+    used = [f"{name} {value} ({sources[name]})" for name, value in settings(sampling).items()]
     return "sampling: " + ("greedy; " if sampling.temperature == 0 else "") + ", ".join(used)
 
 
@@ -103,7 +109,7 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "threads": loaded.context.num_threads,
         "context": loaded.max_context,
         "kv": loaded.options.kv,
-        "sampling": dataclasses.asdict(generation.sampling),
+        "sampling": settings(generation.sampling),
         "sampling_sources": sources,
         "stats": {**dataclasses.asdict(stats), **rates},
     }
