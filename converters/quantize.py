@@ -17,7 +17,7 @@ LAYOUTS = ("auto", "storage", "compute")
 # The compute layout is written when it costs at most this much more than the storage rows (then nothing has to be
 # re-coded at load or on arrival).
 COMPUTE_LAYOUT_MAX_GROWTH = 1.05
-_CHUNK_VALUES = 8 << 20  # 32 MiB as float32
+_CHUNK_VALUES = 4 << 20  # 16 MiB as float32
 _STRIP_ROWS = 8  # rows of a chunk are a multiple of it, so that strips of chunks are strips of the whole
 
 

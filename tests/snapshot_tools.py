@@ -52,13 +52,12 @@ def tensor(content: dict, name: str) -> dict:
 
 
 def edit_safetensors_header(path: Path, edit) -> None:
-    """Apply edit(header) to a safetensors file's JSON header; data bytes stay."""
+    """Apply edit(header) to a safetensors file's JSON header; data bytes stay, in place where there is room."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     edit(header)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
 

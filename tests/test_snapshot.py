@@ -70,7 +70,7 @@ def test_chunked_bytes_equal_direct_quantization(name, layout, wide_hf, context,
     assert np.sqrt(np.mean((decoded - x) ** 2) / np.mean(x**2)) <= FORMATS[name].max_relative_error
 
 
-@pytest.mark.parametrize(("name", "layout"), [("q4_0", "storage"), ("q8_0", "compute"), ("iq4_xs", "auto")])
+@pytest.mark.parametrize(("name", "layout"), [("q4_0", "storage"), ("iq4_xs", "compute"), ("q8_0", "auto")])
 def test_a_snapshot_holds_the_directly_quantized_bytes(name, layout, wide_hf, tmp_path, context):
     make_snapshot(wide_hf, tmp_path / "s", experts=name, dense=name, layout=layout)
     files = open_model(tmp_path / "s")

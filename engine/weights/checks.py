@@ -212,6 +212,12 @@ def check_container(file: str, container: SafetensorsHeader, identity: str, exte
             f"{container.path}: belongs to snapshot {str(container.metadata.get('snapshot'))[:12]}, not to this one "
             f"({identity[:12]}); copy the right file"
         )
+    dtypes = {tensor.dtype for tensor in container.tensors.values()}
+    if container.metadata.get("format") != "millstream" or not dtypes <= {"U8"}:
+        raise ForeignFileError(
+            f"{container.path}: format {container.metadata.get('format')!r} with dtypes {', '.join(sorted(dtypes))}, "
+            "expected 'millstream' with U8; convert the model again"
+        )
     want = {name: extent for (owner, name), extent in extents.items() if owner == file}
     got = {name: (tensor.offset, tensor.nbytes) for name, tensor in container.tensors.items()}
     if got != want:

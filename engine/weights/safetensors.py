@@ -134,6 +134,8 @@ def read_header(path: Path) -> SafetensorsHeader:
     file_bytes = path.stat().st_size
     header, data_start = _header_json(path, file_bytes)
     metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise HeaderSyntaxError(f"{path}: __metadata__ is {metadata!r}, expected an object")
     tensors = {name: _tensor(path, name, entry, data_start) for name, entry in header.items()}
     end = check_extents(path, tensors.values(), file_bytes)
     if max(end, data_start) < file_bytes:
