@@ -69,6 +69,25 @@ MOE_INLINE void reduce4(float *s, const v16 *acc) {
 }
 #endif
 
+/* Largest lane. Of two zeros, or with a NaN, the second operand of each step wins, as v16_max does on every tier. */
+MOE_INLINE float reduce_max(v16 a) {
+#if MOE_TIER_ID == MOE_AVX512 || MOE_TIER_ID == MOE_AVX2
+#if MOE_TIER_ID == MOE_AVX512
+    __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+#else
+    __m256 h = _mm256_max_ps(a.lo, a.hi);
+#endif
+    __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+#else
+    float t[16];
+    v16_store(t, a);
+    for (int h = 8; h; h /= 2) for (int i = 0; i < h; i++) t[i] = t[i] > t[i + h] ? t[i] : t[i + h];
+    return t[0];
+#endif
+}
+
 /* Dot products of q with `num` consecutive keys, num = 1 or a multiple of 4. */
 MOE_INLINE void dot_keys(float *s, const float *q, const void *k, size_t first, int num, int head_dim, int is_f32) {
     v16 acc[KEYS];
@@ -120,7 +139,7 @@ MOE_INLINE void chunk_of(float *out, float *max_out, float *sum_out, const float
     for (j = n; j < padded; j++) s[j] = -__builtin_inff(); /* neutral for the maximum, weight exactly 0 */
     v16 m = v16_load(s);
     for (j = 16; j < padded; j += 16) m = v16_max(m, v16_load(s + j));
-    float max = v16_reduce_max(m);
+    const float max = reduce_max(m);
     const v16 offset = v16_set1(max);
     v16 sum = v16_zero();
     *max_out = max;
