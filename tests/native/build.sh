@@ -1,10 +1,12 @@
 #!/bin/sh
 # build.sh OUT [compiler flags]: a C test program from exactly the sources, tiers and flags of the wheel, plus the flags
-# given here. Runs from the top of the tree. Objects stay in OUT.d.
+# given here. Runs from the top of the tree. Objects stay in OUT.d and are reused while source, headers and command are
+# the same; OUT.d/link.txt lists them.
 #   CC           compiler (default cc); MOE_MACHINE=aarch64 with a cross compiler
 #   MAIN         the program's own C files (default: the parity program)
 #   ENGINE=1     link all of native/*.c (threads and drivers) and not only dispatch.c
-#   COMMON_CFLAGS, LDFLAGS, NO_LINK=1 (stop after the objects)
+#   TIERS        build only these (default: all of native/build.py)
+#   COMMON_CFLAGS, LDFLAGS, NO_LINK=1 (stop after the objects), JOBS
 set -eu
 out=$1
 shift
@@ -12,18 +14,47 @@ here=tests/native
 main=${MAIN:-$here/main.c $here/parity.c $here/parity_layouts.c $here/parity_ops.c}
 common=native/dispatch.c
 [ -z "${ENGINE:-}" ] || common=$(echo native/*.c)
-rm -rf "$out.d"
 mkdir -p "$out.d"
-python='import sys; sys.path.insert(0, "native"); import build'
-python3 -c "$python; print(build.kernel_tables(), end='')" > "$out.d/kernel_tables.h"
-python3 native/build.py > "$out.d/objects.txt"
-base="$(python3 -c "$python; print(*build.CFLAGS)") -I$here -I$out.d"
+
+python='
+import os, sys
+sys.path.insert(0, "native")
+import build
+only = os.environ.get("TIERS", "").split()
+for table in (build.TIERS, build.ALL_TIERS):
+    for tier in [t for t in table if only and t not in only]:
+        del table[tier]
+'
+python3 -c "$python
+print(build.kernel_tables(), end='')" > "$out.d/kernel_tables.new"
+cmp -s "$out.d/kernel_tables.new" "$out.d/kernel_tables.h" || mv "$out.d/kernel_tables.new" "$out.d/kernel_tables.h"
+python3 -c "$python
+for source, tier, flags in build.objects():
+    print(tier, source, *flags)" > "$out.d/objects.txt"
+base="$(python3 -c "$python
+print(*build.CFLAGS)") -I$here -I$out.d"
+
+: > "$out.d/link.txt"
+newest_header=$(ls -t native/*.h native/*/*.h $here/*.h "$out.d/kernel_tables.h" 2>/dev/null | head -n 1)
+job() { # NAME SOURCE FLAGS: print the compiler arguments unless the object is up to date
+    object=$out.d/$1.o
+    echo "$object" >> "$out.d/link.txt"
+    command="$3 -c $2 -o $object"
+    if [ -f "$object" ] && [ "${CC:-cc} $command" = "$(cat "$object.cmd" 2>/dev/null)" ] &&
+        [ -z "$(find "$2" "$newest_header" -newer "$object")" ]; then return; fi
+    rm -f "$object"
+    echo "${CC:-cc} $command" > "$object.cmd"
+    echo "$command"
+}
 {
     while read -r tier src args; do
-        folder=$(basename "$(dirname "$src")")
-        echo "$args $* -c $src -o $out.d/$folder.$(basename "$src" .c).$tier.o"
+        job "$(basename "$(dirname "$src")").$(basename "$src" .c).$tier" "$src" "$args $*"
     done < "$out.d/objects.txt"
-    for src in $common; do echo "$base ${COMMON_CFLAGS:-} $* -c $src -o $out.d/common.$(basename "$src" .c).o"; done
-    for src in $main; do echo "$base ${COMMON_CFLAGS:-} $* -c $src -o $out.d/test.$(basename "$src" .c).o"; done
-} | xargs -P "${JOBS:-$(nproc)}" -L 1 "${CC:-cc}"
-[ -n "${NO_LINK:-}" ] || ${CC:-cc} "$@" "$out.d"/*.o -o "$out" ${LDFLAGS:--pthread}
+    for src in $common; do job "common.$(basename "$src" .c)" "$src" "$base ${COMMON_CFLAGS:-} $*"; done
+    for src in $main; do job "test.$(basename "$src" .c)" "$src" "$base ${COMMON_CFLAGS:-} $*"; done
+} > "$out.d/jobs.txt"
+# $CC may hold options of its own, such as a launcher
+# shellcheck disable=SC2086
+xargs -r -P "${JOBS:-$(nproc)}" -L 1 ${CC:-cc} < "$out.d/jobs.txt"
+# shellcheck disable=SC2046,SC2086
+[ -n "${NO_LINK:-}" ] || ${CC:-cc} "$@" $(cat "$out.d/link.txt") -o "$out" ${LDFLAGS:--pthread}

@@ -66,12 +66,15 @@ void parity_end(struct parity *p) {
     else p->passed++;
 }
 
-void parity_skip(struct parity *p, const char *kind, const char *name, const char *reason) {
-    name_line(p, kind, name);
-    p->emit(": skipped, ");
-    p->emit(reason);
-    p->emit("\n");
-    p->skipped++;
+/* Which tier reuses which table is part of the report: a hole must be seen. */
+void parity_reused(struct parity *p, const char *tier, const char *why) {
+    if (!tier) return;
+    p->emit(" (reuses ");
+    p->emit(tier);
+    p->emit(": ");
+    p->emit(why ? why : "");
+    p->emit(")");
+    if (!why || !*why) parity_fail(p, "reuses a table without a reason");
 }
 
 /* ---- data: splitmix64, the same on every machine ---- */
@@ -161,7 +164,7 @@ int parity_run(void (*emit)(const char *text)) {
     for (int i = 0; parity_only && parity_only[i]; i++) {
         p.tier = parity_only[i];
         if (moe_tier_supported(p.tier)) continue;
-        parity_begin(&p, "tier", "named on the command line:");
+        parity_begin(&p, "tier", "by name");
         parity_fail(&p, "not built or not supported here");
         parity_end(&p);
     }
@@ -170,16 +173,18 @@ int parity_run(void (*emit)(const char *text)) {
         if (!wanted(p.tier)) continue;
         if (!moe_tier_supported(p.tier)) {
             const char *missing = moe_tier_missing(p.tier);
-            p.emit("this CPU lacks ");
-            p.emit(missing ? missing : "?");
-            p.emit("; ");
-            parity_skip(&p, "tier", "of", "a required CPU feature is missing");
+            p.skipped++;
+            emit("tier ");
+            emit(p.tier);
+            emit(": skipped, this CPU lacks ");
+            emit(missing ? missing : "?");
+            emit("\n");
             continue;
         }
         run_tier(&p, tier);
         if (!first_hash) first_hash = p.hash;
-        parity_begin(&p, "same hash as the first tier:", "");
-        if (p.hash != first_hash) parity_fail(&p, "hashes differ");
+        parity_begin(&p, "outputs", "hash");
+        if (p.hash != first_hash) parity_fail(&p, "differs from the first tier's");
         parity_end(&p);
     }
     parity_number(&p, (uint64_t)p.passed, 10, 2);

@@ -36,7 +36,7 @@ struct parity {
 void parity_begin(struct parity *p, const char *kind, const char *name);
 void parity_end(struct parity *p);
 void parity_fail(struct parity *p, const char *reason);
-void parity_skip(struct parity *p, const char *kind, const char *name, const char *reason);
+void parity_reused(struct parity *p, const char *tier, const char *why);
 void parity_where(struct parity *p, const char *l0, int n0, const char *l1, int n1, const char *l2, int n2);
 void parity_number(struct parity *p, uint64_t value, int base, int min_digits);
 uint32_t parity_u32(struct parity *p);

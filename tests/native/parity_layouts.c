@@ -157,6 +157,7 @@ void parity_formats(struct parity *p) {
         const struct moe_format *table = moe_format_at(i);
         if (!moe_same_name(table->tier, p->tier)) continue;
         parity_begin(p, "format", table->name);
+        parity_reused(p, table->same_as, table->why);
         const struct moe_format *f = format_of(p, p->ctx.tier, table->name), *ref = format_of(p, 0, table->name);
         const struct moe_layout *l = ref ? layout_of(p, 0, ref->layout) : 0;
         const char *why = l ? mismatch(ref, l) : 0;
@@ -298,7 +299,7 @@ void parity_layouts(struct parity *p) {
         int tested = 0;
         if (!moe_same_name(table->tier, p->tier)) continue;
         parity_begin(p, "layout", table->name);
-        if (table->same_as && !(table->why && *table->why)) parity_fail(p, "same_as without a reason");
+        parity_reused(p, table->same_as, table->why);
         const struct moe_layout *l = layout_of(p, p->ctx.tier, table->name), *ref = layout_of(p, 0, table->name);
         if (l && ref && (l->activation != ref->activation || l->block_len != ref->block_len || l->strip_rows != ref->strip_rows))
             parity_fail(p, "the tiers describe the layout differently");

@@ -1,0 +1,216 @@
+/* threads [ROUNDS]: the drivers of the engine (products, experts, attention, sampling) on every tier of this CPU and with
+ * several thread counts, then from several callers at once, two of them on one context. Every walk must produce the same
+ * bits; the hash is printed, so that machines can be compared. Made to run under the thread sanitizer. */
+#include "internal.h"
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { H = 512, I = 256, E = 6, A = 2, T = 11, N = 4, K = 2, D = 64, V = 3001, CAPACITY = 192, MAX_FORMATS = 16 };
+
+struct walk {
+    struct moe_ctx *ctx;
+    uint64_t hash, random;
+    const char *failed; /* first call that did not return MOE_OK */
+};
+#define TRY(w, call) do { if ((call) != MOE_OK && !(w)->failed) (w)->failed = #call; } while (0)
+
+static float unit(struct walk *w) {
+    uint64_t z = w->random += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (float)(int32_t)(uint32_t)(z >> 40) / 8388608.0f - 1.0f;
+}
+static float *floats(struct walk *w, size_t n, float size) {
+    float *x = malloc(n * sizeof *x);
+    for (size_t i = 0; x && i < n; i++) x[i] = unit(w) * size;
+    if (!x) abort();
+    return x;
+}
+static void *bytes(size_t n) {
+    void *p = aligned_alloc(64, (n + 63) & ~(size_t)63);
+    if (!p) abort();
+    return memset(p, 0xff, (n + 63) & ~(size_t)63); /* 0xff..: NaN wherever a result is missing */
+}
+static void mix(struct walk *w, const void *p, size_t n) {
+    for (size_t i = 0; i < n; i++) w->hash = (w->hash ^ ((const unsigned char *)p)[i]) * 0x100000001b3u;
+}
+
+static struct moe_matrix matrix(struct walk *w, const char *format_name, int rows, int cols, const float *bias) {
+    const char *error;
+    const struct moe_format *f = moe_select_format(w->ctx, format_name, &error);
+    const struct moe_layout *l = f ? moe_select_layout(w->ctx, f->layout, &error) : NULL;
+    if (!l) { fprintf(stderr, "%s: %s\n", format_name, error); abort(); }
+    size_t row_bytes = (size_t)(cols / f->block_len) * (size_t)f->block_bytes;
+    float *x = floats(w, (size_t)rows * (size_t)cols, 0.1f);
+    void *storage = bytes((size_t)rows * row_bytes), *strips = bytes(moe_matrix_bytes(l, rows, cols));
+    TRY(w, moe_quantize(w->ctx, storage, format_name, x, rows, cols));
+    TRY(w, moe_check_rows(w->ctx, format_name, storage, rows, cols) == -1 ? MOE_OK : MOE_NONFINITE);
+    TRY(w, moe_encode(w->ctx, strips, f, l, storage, rows, cols));
+    mix(w, storage, (size_t)rows * row_bytes);
+    mix(w, strips, moe_matrix_bytes(l, rows, cols));
+    free(x);
+    free(storage);
+    return (struct moe_matrix){.data = strips, .layout = l, .bias = bias, .rows = rows, .cols = cols};
+}
+
+static void products(struct walk *w, const char *format) {
+    float *bias = floats(w, V, 1.0f), *x = floats(w, T * H, 1.0f), *y[3];
+    struct moe_matrix m[3] = {matrix(w, format, H, H, bias), matrix(w, format, 2 * D + 5, H, NULL), matrix(w, format, I, H, NULL)};
+    const struct moe_matrix *all[3] = {m, m + 1, m + 2};
+    int32_t ids[T];
+    for (int i = 0; i < 3; i++) y[i] = bytes((size_t)T * (size_t)m[i].rows * 4);
+    TRY(w, moe_linear(w->ctx, all, y, 3, x, T, 0));
+    TRY(w, moe_linear(w->ctx, all, y, 1, x, 1, 1));
+    for (int i = 0; i < 3; i++) mix(w, y[i], (size_t)T * (size_t)m[i].rows * 4);
+    for (int t = 0; t < T; t++) ids[t] = t * 37 % H;
+    TRY(w, moe_embed(w->ctx, x, m, ids, T));
+    mix(w, x, T * H * 4);
+    for (int i = 0; i < 3; i++) free((void *)m[i].data), free(y[i]);
+    free(bias);
+    free(x);
+}
+
+static void experts(struct walk *w, const char *format) {
+    struct moe_expert expert[E];
+    const struct moe_expert *table[E];
+    struct moe_router_rule rule = {.score = MOE_SOFTMAX_THEN_TOPK, .norm_topk_prob = 1, .scale = 1.0f};
+    float *x = floats(w, T * H, 1.0f), *logits = floats(w, T * E, 3.0f), *y = floats(w, T * H, 1.0f);
+    float *out = bytes((size_t)T * A * H * 4), weights[T * A];
+    int32_t ids[T * A], expert_ids[E], offsets[E + 1], assignments[T * A];
+    for (int e = 0; e < E; e++) {
+        expert[e] = (struct moe_expert){matrix(w, format, I, H, NULL), matrix(w, format, I, H, NULL), matrix(w, format, H, I, NULL)};
+        table[e] = &expert[e];
+    }
+    TRY(w, moe_route(w->ctx, ids, weights, logits, T, E, A, &rule));
+    int n = moe_route_plan(expert_ids, offsets, assignments, ids, T, A, E);
+    if (n > 1) { /* in two calls, as experts arrive */
+        TRY(w, moe_experts(w->ctx, out, table, expert_ids + 1, offsets + 1, assignments, n - 1, x, T, A));
+        TRY(w, moe_experts(w->ctx, out, table, expert_ids, offsets, assignments, 1, x, T, A));
+    } else {
+        TRY(w, MOE_BAD_ARGUMENT);
+    }
+    TRY(w, moe_experts_combine(w->ctx, y, out, weights, T, A, H));
+    mix(w, ids, sizeof ids);
+    mix(w, weights, sizeof weights);
+    mix(w, out, (size_t)T * A * H * 4);
+    mix(w, y, T * H * 4);
+    for (int e = 0; e < E; e++) free((void *)expert[e].gate.data), free((void *)expert[e].up.data), free((void *)expert[e].down.data);
+    free(x), free(logits), free(y), free(out);
+}
+
+static void attention(struct walk *w, int is_f32) {
+    size_t kv_bytes = (size_t)K * CAPACITY * D * (is_f32 ? 4 : 2);
+    struct moe_kv kv = {.k = bytes(kv_bytes), .v = bytes(kv_bytes), .num_heads = K, .head_dim = D, .capacity = CAPACITY, .is_f32 = is_f32};
+    float inv_freq[D / 2], sinks[N], *cosines = bytes(CAPACITY * D / 2 * 4), *sines = bytes(CAPACITY * D / 2 * 4);
+    float *k = floats(w, CAPACITY * K * D, 1.0f), *v = floats(w, CAPACITY * K * D, 1.0f), *q = floats(w, T * N * D, 1.0f), *out = bytes(T * N * D * 4);
+    for (int i = 0; i < N; i++) sinks[i] = unit(w);
+    TRY(w, moe_rope_inv_freq(inv_freq, 10000.0, D));
+    TRY(w, moe_rope_table(cosines, sines, inv_freq, D / 2, 0, CAPACITY, 1.0f));
+    mix(w, cosines, CAPACITY * D / 2 * 4);
+    mix(w, sines, CAPACITY * D / 2 * 4);
+    TRY(w, moe_rope(w->ctx, k, CAPACITY, K, D, D, cosines, sines, 0, 0));
+    TRY(w, moe_rope(w->ctx, q, T, N, D, D, cosines, sines, CAPACITY - T, 0));
+    TRY(w, moe_kv_store(w->ctx, &kv, k, v, 0, CAPACITY));
+    for (int window = 0; window <= 40; window += 40) {
+        TRY(w, moe_attention(w->ctx, out, q, &kv, T, N, CAPACITY - T, 0.125f, window, window ? sinks : NULL));
+        mix(w, out, T * N * D * 4);
+    }
+    free(kv.k), free(kv.v), free(cosines), free(sines), free(k), free(v), free(q), free(out);
+}
+
+static void rows_and_sampling(struct walk *w) {
+    struct moe_sampling sampling = {.temperature = 0.8f, .top_k = 50, .top_p = 0.95f, .repeat_penalty = 1.1f, .seed = 7};
+    float *x = floats(w, T * V, 8.0f), *y = bytes(T * V * 4), *weight = floats(w, V, 1.0f);
+    int32_t token, history[4] = {5, 9, 5, 2999}, targets[T] = {0, 5, 3000};
+    double logprobs[T];
+    for (uint64_t position = 0; position < 5; position++) {
+        TRY(w, moe_sample(w->ctx, &token, x, V, &sampling, history, 4, position));
+        mix(w, &token, sizeof token);
+    }
+    TRY(w, moe_token_logprobs(w->ctx, logprobs, x, targets, T, V));
+    mix(w, logprobs, sizeof logprobs);
+    TRY(w, moe_rmsnorm(w->ctx, y, x, weight, T, V, 1e-5f));
+    mix(w, y, T * V * 4);
+    TRY(w, moe_softmax(w->ctx, y, x, T, V));
+    mix(w, y, T * V * 4);
+    TRY(w, moe_swiglu(w->ctx, y, x, y, T * V));
+    TRY(w, moe_clip(w->ctx, y, T * V, 0.5f));
+    TRY(w, moe_check_finite(w->ctx, y, T * V));
+    mix(w, y, T * V * 4);
+    free(x), free(y), free(weight);
+}
+
+/* Everything once; the formats are the compiled ones that can quantize. */
+static struct walk run(struct moe_ctx *ctx) {
+    struct walk w = {.ctx = ctx, .hash = 0xcbf29ce484222325u, .random = 1};
+    for (int i = 0; i < moe_format_count(); i++) {
+        const struct moe_format *f = moe_format_at(i);
+        if (!moe_same_name(f->tier, "scalar") || !f->quantize_row || H % f->block_len || I % f->block_len) continue;
+        products(&w, f->name);
+        experts(&w, f->name);
+    }
+    attention(&w, 0);
+    attention(&w, 1);
+    rows_and_sampling(&w);
+    return w;
+}
+
+static uint64_t expected;
+static int passed, failed, skipped;
+static void report(const char *what, const char *tier, int threads, struct walk w) {
+    int bad = w.failed || w.hash != expected;
+    printf("%s %s, threads %d: %s%s\n", what, tier, threads, bad ? "FAILED, " : "passed", !bad ? "" : w.failed ? w.failed : "other bits than the first walk");
+    if (bad) failed++;
+    else passed++;
+}
+
+struct caller {
+    pthread_t thread;
+    struct moe_ctx *ctx;
+    int rounds;
+    struct walk last;
+};
+static void *call(void *arg) {
+    struct caller *c = arg;
+    for (int i = 0; i < c->rounds; i++) {
+        c->last = run(c->ctx);
+        if (c->last.failed || c->last.hash != expected) break;
+    }
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    int rounds = argc > 1 ? atoi(argv[1]) : 2;
+    const char *error;
+    for (int tier = 0; tier < moe_tier_count(); tier++) {
+        const char *name = moe_tier_name(tier);
+        if (!moe_tier_supported(name)) {
+            printf("tier %s: skipped, this CPU lacks %s\n", name, moe_tier_missing(name));
+            skipped++;
+            continue;
+        }
+        for (int threads = 1; threads <= 4; threads++) {
+            struct moe_ctx *ctx = moe_ctx_create(name, threads, &error);
+            if (!ctx) { printf("%s: FAILED, %s\n", name, error); return 1; }
+            struct walk w = run(ctx);
+            if (!expected) expected = w.hash;
+            report("tier", name, threads, w);
+            moe_ctx_destroy(ctx);
+        }
+    }
+    struct moe_ctx *shared = moe_ctx_create(NULL, 3, &error), *own = moe_ctx_create(NULL, 2, &error);
+    struct caller callers[3] = {{.ctx = shared, .rounds = rounds}, {.ctx = shared, .rounds = rounds}, {.ctx = own, .rounds = rounds}};
+    if (!shared || !own) { printf("FAILED, %s\n", error); return 1; }
+    for (int i = 0; i < 3; i++)
+        if (pthread_create(&callers[i].thread, NULL, call, &callers[i])) return 1;
+    for (int i = 0; i < 3; i++) {
+        pthread_join(callers[i].thread, NULL);
+        report(i < 2 ? "caller on a shared context," : "caller on its own context,", moe_ctx_tier(callers[i].ctx), moe_ctx_num_threads(callers[i].ctx), callers[i].last);
+    }
+    moe_ctx_destroy(shared);
+    moe_ctx_destroy(own);
+    printf("hash drivers %016llx\n%02d passed, %02d failed, %02d skipped\n", (unsigned long long)expected, passed, failed, skipped);
+    return failed != 0;
+}
