@@ -15,6 +15,8 @@ main=${MAIN:-$here/main.c $here/parity.c $here/parity_layouts.c $here/parity_ops
 common=native/dispatch.c
 [ -z "${ENGINE:-}" ] || common=$(echo native/*.c)
 mkdir -p "$out.d"
+exec 9> "$out.d/lock" # two builds of one program wait for each other
+if command -v flock > /dev/null; then flock 9; fi
 
 python='
 import os, sys
@@ -56,5 +58,11 @@ job() { # NAME SOURCE FLAGS: print the compiler arguments unless the object is u
 # $CC may hold options of its own, such as a launcher
 # shellcheck disable=SC2086
 xargs -r -P "${JOBS:-$(nproc)}" -L 1 ${CC:-cc} < "$out.d/jobs.txt"
-# shellcheck disable=SC2046,SC2086
-[ -n "${NO_LINK:-}" ] || ${CC:-cc} "$@" $(cat "$out.d/link.txt") -o "$out" ${LDFLAGS:--pthread}
+[ -z "${NO_LINK:-}" ] || exit 0
+link="${CC:-cc} $* $(cat "$out.d/link.txt") ${LDFLAGS:--pthread}"
+if [ -s "$out.d/jobs.txt" ] || [ ! -f "$out" ] || [ "$link" != "$(cat "$out.d/link.cmd" 2>/dev/null)" ]; then
+    rm -f "$out.d/link.cmd"
+    $link -o "$out.d/linked"
+    mv "$out.d/linked" "$out"
+    echo "$link" > "$out.d/link.cmd"
+fi

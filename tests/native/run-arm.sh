@@ -1,6 +1,7 @@
 #!/bin/sh
 # run-arm.sh: the portable sources cross-compiled for aarch64 (and any tier native/build.py has for it), run under qemu
-# on a CPU with and one without the dot product; the hashes must be those of a native build of the scalar tier.
+# on a CPU with and one without the dot product; the hashes must be those of a native build of the scalar tier. The
+# drivers (rotary tables, attention, experts, sampling) are compared in the same way.
 set -eu
 cd "$(dirname "$0")/../.."
 echo "run-arm: aarch64 build under qemu, same output hashes as this machine"
@@ -22,3 +23,12 @@ for cpu in max cortex-a72; do
     echo "aarch64 $cpu: $(tail -n 1 "$out-$cpu.txt"), hash $got"
     [ "$got" = "$want" ] || { echo "run-arm: this machine's scalar tier has hash $want"; exit 1; }
 done
+
+ENGINE=1 MAIN=tests/native/threads.c TIERS=scalar tests/native/build.sh "$out-host-drivers"
+ENGINE=1 MAIN=tests/native/threads.c MOE_MACHINE=aarch64 CC=aarch64-linux-gnu-gcc tests/native/build.sh "$out-drivers" -static
+"$out-host-drivers" 1 > "$out-host-drivers.txt"
+qemu-aarch64 "$out-drivers" 1 > "$out-drivers.txt" || { grep FAILED "$out-drivers.txt"; exit 1; }
+want=$(grep '^hash drivers' "$out-host-drivers.txt")
+got=$(grep '^hash drivers' "$out-drivers.txt")
+echo "aarch64 max: $(tail -n 1 "$out-drivers.txt"), $got"
+[ "$got" = "$want" ] || { echo "run-arm: the drivers of this machine give: $want"; exit 1; }

@@ -1,6 +1,6 @@
 #!/bin/sh
 # run-sanitize.sh: the parity program under the address and undefined-behaviour sanitizers. Every strip, storage row and
-# activation is followed by a fence, so an over-read of one byte is seen.
+# activation is followed by a fence, so an over-read of one byte is seen. Then run-threads.sh, for the thread sanitizer.
 set -eu
 cd "$(dirname "$0")/../.."
 echo "run-sanitize: parity program under address and undefined sanitizers"
@@ -10,4 +10,5 @@ echo 'int main(void) { return 0; }' | ${CC:-cc} -fsanitize=address,undefined -x 
     { echo "run-sanitize: skipped, the compiler's sanitizer runtime is missing (libasan, libubsan; for clang libclang-rt-dev)"; exit 77; }
 # -O1 with sanitizers raises false "maybe uninitialized"; the wheel's build keeps that warning
 tests/native/build.sh "$out" -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -Wno-maybe-uninitialized
-ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 "$out" "$@"
+ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 "$out"
+tests/native/run-threads.sh || [ $? -eq 77 ]
