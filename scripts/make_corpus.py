@@ -175,18 +175,20 @@ def write_domain(domain, packages, work, heldout_dir):
         train = group_jargon(train)
     text = "".join(text for name, text in documents.items() if name in heldout)
     (heldout_dir / f"{domain}.txt").write_text(text, encoding="utf-8", newline="\n")
-    with open(work / f"{domain}.jsonl", "w", encoding="utf-8") as file:
+    with (work / f"{domain}.jsonl").open("w", encoding="utf-8") as file:
         for name, body in train.items():
             file.write(json.dumps({"name": name, "text": body}) + "\n")
     if domain == "man":
-        with open(heldout_dir / "man.copyright.txt", "w", encoding="utf-8") as file:
-            file.write("Copyright notices of the pages in man.txt (Linux man-pages, licence Linux-man-pages-copyleft)\n")
+        with (heldout_dir / "man.copyright.txt").open("w", encoding="utf-8") as file:
+            file.write("Copyright notices of the pages in man.txt (Linux man-pages, Linux-man-pages-copyleft)\n")
             for name, lines in man_notices(packages, heldout):
                 file.write(f"\n{name}\n" + "".join(f"  {line}\n" for line in lines))
     report = {"train_documents": len(train), "train_bytes": sum(len(t.encode()) for t in train.values()),
-              "heldout_bytes": len(text.encode()), "heldout": [n for n in documents if n in heldout], "dropped": dropped}
+              "heldout_bytes": len(text.encode()), "heldout": [name for name in documents if name in heldout],
+              "dropped": dropped}
     print(f"{domain}: {report['train_documents']} documents, {report['train_bytes']:,} bytes; held out "
-          f"{len(heldout)} documents, {report['heldout_bytes']:,} bytes; {len(dropped)} copies dropped", file=sys.stderr)
+          f"{len(heldout)} documents, {report['heldout_bytes']:,} bytes; {len(dropped)} copies dropped",
+          file=sys.stderr)
     return report
 
 

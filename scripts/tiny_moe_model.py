@@ -5,6 +5,7 @@ have in a Hugging Face checkpoint. Knows nothing of text, schedules or files.
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -73,29 +74,29 @@ class GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def softmax_gradient(logits, targets):
-    """Summed cross-entropy of one chunk, and its gradient in the logits' type."""
+def softmax_rows(logits):
     logits32 = logits.float()
     lse = torch.logsumexp(logits32, dim=-1, keepdim=True)
-    hit = torch.arange(logits.shape[-1]) == targets[:, None]
-    probabilities = torch.exp(logits32 - lse)
-    loss = lse.sum() - torch.where(hit, logits32, 0.0).sum()
-    return loss, (probabilities - hit.float()).to(logits.dtype)
+    return lse, torch.exp(logits32 - lse).to(logits.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of `hidden @ weight.T`, without ever holding the logits of all tokens."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk_function):
+    def forward(ctx, hidden, weight, targets, softmax):
         total = torch.zeros(())
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape)
         transposed = weight.t()
         for rows, ids, out in zip(hidden.split(LOSS_CHUNK_TOKENS), targets.split(LOSS_CHUNK_TOKENS),
                                   grad_hidden.split(LOSS_CHUNK_TOKENS), strict=True):
-            loss, grad = chunk_function(rows @ transposed, ids)
-            total += loss
+            logits = rows @ transposed
+            lse, grad = softmax(logits)
+            surprise = lse - logits.gather(1, ids[:, None]).float()
+            total += surprise.sum()
+            # Gradient of the logits: the probabilities, less one at the target.
+            grad.scatter_(1, ids[:, None], torch.expm1(-surprise).to(grad.dtype))
             torch.mm(grad, weight, out=out)
             grad_weight += grad.t() @ rows
         scale = 1.0 / len(targets)
@@ -147,12 +148,13 @@ class Kernels:
     """The element-wise parts, compiled for training and plain for evaluation."""
 
     def __init__(self, compiled):
-        wrap = torch.compile if compiled else (lambda function, **_: function)
+        # One static version per shape: there are few shapes, and dynamic code is slower.
+        wrap = partial(torch.compile, dynamic=False) if compiled else (lambda function: function)
         self.norm_to = wrap(norm_to)
         self.heads_from_qkv = wrap(heads_from_qkv)
         self.swiglu = wrap(swiglu)
         self.add_experts = wrap(add_experts)
-        self.softmax_gradient = wrap(softmax_gradient)
+        self.softmax_rows = wrap(softmax_rows)
 
 
 class Block(nn.Module):
@@ -251,7 +253,7 @@ class TinyMoe(nn.Module):
     def loss(self, ids, targets, dtype):
         x, balance, z_loss, choices = self.hidden(ids, dtype)
         x = x.view(-1, x.shape[-1])
-        loss = LinearCrossEntropy.apply(x, self.embed.to(dtype), targets.flatten(), self.kernels.softmax_gradient)
+        loss = LinearCrossEntropy.apply(x, self.embed.to(dtype), targets.flatten(), self.kernels.softmax_rows)
         return loss, balance, z_loss, choices
 
     def logits(self, ids, dtype=torch.float32):
@@ -288,31 +290,36 @@ def orthogonalise(matrices):
         x = x.mT
     for _ in range(5):
         gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x.mT if transpose else x
 
 
 class Muon:
-    """Momentum, then the nearest orthogonal matrix; one batched call per matrix shape. Source: Jordan et al., Muon."""
+    """Momentum, then the nearest orthogonal matrix, in batches that fit the cache. Source: Jordan et al., Muon."""
+
+    BATCH = 16
 
     def __init__(self, model, momentum=0.95, weight_decay=0.1):
         hidden, width = model.config.hidden_size, model.config.intermediate_size
         self.momentum, self.weight_decay = momentum, weight_decay
-        self.parameters = []  # (parameter, shape of its single matrices)
-        for block in model.blocks:
-            self.parameters += [(block.qkv, (-1, hidden, hidden)), (block.out, (-1, hidden, hidden)),
-                                (block.gate_up, (-1, width, hidden)), (block.down, (-1, hidden, width))]
-        self.buffers = [torch.zeros_like(parameter) for parameter, _ in self.parameters]
+        self.names, self.jobs, self.buffers = set(), [], []
+        for name, parameter in model.named_parameters():
+            shape = {"qkv": (-1, hidden, hidden), "out": (-1, hidden, hidden), "gate_up": (-1, width, hidden),
+                     "down": (-1, hidden, width)}.get(name.rsplit(".", 1)[-1])
+            if shape:
+                self.names.add(name)
+                self.buffers.append(torch.zeros_like(parameter).view(shape))
+                weights, buffers = parameter.data.view(shape), self.buffers[-1]
+                self.jobs += [(name, shape, start, weights[start:start + self.BATCH], buffers[start:start + self.BATCH])
+                              for start in range(0, len(weights), self.BATCH)]
 
-    def step(self, lr):
-        groups = {}
-        for number, (parameter, shape) in enumerate(self.parameters):
-            buffer = self.buffers[number]
-            buffer.lerp_(parameter.grad, 1 - self.momentum)
-            update = parameter.grad.lerp(buffer, self.momentum)
-            groups.setdefault(shape, []).append((parameter, update.view(shape)))
-        for shape, members in groups.items():
-            updates = orthogonalise(torch.cat([update for _, update in members])).float()
+    def step(self, gradients, lr, run_jobs):
+        """gradients: {name: tensor}; run_jobs(function, jobs) may run them on several threads."""
+        def update(job):
+            name, shape, start, weights, buffer = job
+            gradient = gradients[name].view(shape)[start:start + len(weights)]
+            buffer.lerp_(gradient, 1 - self.momentum)
+            direction = orthogonalise(gradient.lerp(buffer, self.momentum)).float()
             scale = max(1.0, shape[1] / shape[2]) ** 0.5
-            for (parameter, _), update in zip(members, updates.split([len(u) for _, u in members]), strict=True):
-                parameter.data.mul_(1 - lr * self.weight_decay).add_(update.reshape(parameter.shape), alpha=-lr * scale)
+            weights.mul_(1 - lr * self.weight_decay).add_(direction, alpha=-lr * scale)
+        run_jobs(update, self.jobs)
