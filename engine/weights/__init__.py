@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .base import ExpertRecord, ModelFiles, Progress, TensorRecord
+from .base import ExpertRecord, ModelFiles, Progress, TensorRecord, reading
 from .errors import NotASnapshotError
 from .header import HEADER_FILE
 from .snapshot import Snapshot
@@ -16,7 +16,11 @@ def open_model(path, context=None) -> ModelFiles:
     context: kernels.Context to check layouts against; None makes one.
     Raises: NotASnapshotError for anything else, saying what it looks like; see Snapshot.open for the rest.
     """
-    path = Path(path)
+    with reading(path):
+        return _open(Path(path), context)
+
+
+def _open(path: Path, context) -> ModelFiles:
     if not path.exists():
         raise NotASnapshotError(f"{path}: no such file or directory")
     if path.is_file():

@@ -7,6 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .architectures import EXPERT_PARTS, expert_matrix_name
-from .errors import MissingTensorError, TruncatedFileError
+from .errors import MissingTensorError, TruncatedFileError, UnreadableFileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,18 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], None]
+
+
+@contextmanager
+def reading(path):
+    """Turn what the system refuses into UnreadableFileError."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UnreadableFileError(
+            f"{error.filename or path}: {reason}; check that it exists and may be read"
+        ) from error
 
 
 class ProgressMeter:

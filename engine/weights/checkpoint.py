@@ -46,7 +46,9 @@ class Checkpoint:
         """
         path = Path(path)
         if not path.is_dir():
-            raise NotAModelDirectoryError(f"{path}: no such directory; give a Hugging Face model directory")
+            raise NotAModelDirectoryError(
+                f"{path}: {'not a' if path.exists() else 'no such'} directory; give a Hugging Face model directory"
+            )
         if not (path / "config.json").is_file():
             raise NotAModelDirectoryError(f"{path}: no config.json; give a Hugging Face model directory")
         config = load_json(path / "config.json")

@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .. import __version__ as READER_VERSION
 from .base import TensorRecord
 from .errors import (
     DuplicateTensorError,
@@ -19,7 +20,6 @@ HEADER_FILE = "millstream.json"
 MAGIC = "millstream-snapshot"
 HEADER_VERSION = 1
 MIN_READER = "0.1.0"  # the first millstream that reads what is written here
-READER_VERSION = "0.1.0"  # this millstream, as far as the container is concerned
 
 
 @dataclass(frozen=True, slots=True)

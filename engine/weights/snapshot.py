@@ -6,6 +6,7 @@ runs; `verify` reads the rest. Dispatch is by the names in the header, never by 
 
 import hashlib
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from .. import kernels
 from ..formats import FORMATS
 from . import checks
 from .architectures import expected_tensors, model_config
-from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord
+from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord, reading
 from .checkpoint import Checkpoint
 from .errors import (
     ChecksumError,
@@ -24,7 +25,6 @@ from .errors import (
     NonFiniteError,
     NotASnapshotError,
     SourceChangedError,
-    UnreadableFileError,
     brief,
 )
 from .header import HEADER_FILE, Header, header_identity, read_header_file
@@ -34,12 +34,12 @@ from .safetensors import read_header
 # to open a cold file at once.
 _SAMPLED_TENSORS = 48
 _SAMPLED_ROWS = 8
-_VERIFY_CHUNK_BYTES = 16 << 20
+_VERIFY_CHUNK_BYTES = 4 << 20
 _SCAN_VALUES = 4 << 20
 
 
-def checksum_of(*chunks) -> str:
-    """The checksum field of bytes-like chunks."""
+def checksum_of(chunks: Iterable) -> str:
+    """The checksum field over bytes-like chunks."""
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
@@ -71,12 +71,8 @@ class Snapshot(ModelFiles):
         context: kernels.Context to ask for layouts; None makes one.
         Raises: the classes of engine.weights.errors, each for its own way of being broken.
         """
-        try:
+        with reading(path):
             return cls._open(Path(path), context or default_context())
-        except OSError as error:
-            raise UnreadableFileError(
-                f"{error.filename or path}: {error.strerror or error}; check its permissions"
-            ) from error
 
     @classmethod
     def _open(cls, directory: Path, context) -> "Snapshot":
@@ -148,27 +144,33 @@ class Snapshot(ModelFiles):
 
         Raises: ChecksumError naming every tensor that changed, NonFiniteError.
         """
+        with reading(self.path):
+            changed = self._changed_tensors(progress, threads) + self._changed_side_files()
+            if changed:
+                raise ChecksumError(
+                    f"{self.path}: bytes changed since they were written: {brief(changed)}; copy the files again or "
+                    "convert the model again"
+                )
+            self._check_scales((record, record.rows) for record in self.tensors.values())
+        return sum(record.nbytes for record in self.tensors.values())
+
+    def _changed_tensors(self, progress: ProgressCallback | None, threads: int | None) -> list[str]:
         records = list(self.tensors.values())
         meter = ProgressMeter(sum(record.nbytes for record in records), progress)
         changed = []
         with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
             for record, good in zip(records, pool.map(self._matches, records), strict=True):
                 if not good:
-                    changed.append(record)
+                    changed.append(f"{record.name} ({record.file} at {record.offset})")
                 meter.add(record.nbytes, record.name)
-        names = [f"{record.name} ({record.file} at {record.offset})" for record in changed]
-        names += [
+        return changed
+
+    def _changed_side_files(self) -> list[str]:
+        return [
             entry["name"]
             for entry in self.header.side_files
-            if checksum_of(self.path_of(entry["name"]).read_bytes()) != entry["checksum"]
+            if checksum_of([self.path_of(entry["name"]).read_bytes()]) != entry["checksum"]
         ]
-        if names:
-            raise ChecksumError(
-                f"{self.path}: bytes changed since they were written: {brief(names)}; copy the files again or convert "
-                "the model again"
-            )
-        self._check_scales((record, record.rows) for record in records)
-        return sum(record.nbytes for record in records)
 
     def check_source(self, checkpoint: Checkpoint) -> None:
         """Raises: SourceChangedError when this snapshot was made from another checkpoint, of whatever size."""
@@ -180,9 +182,16 @@ class Snapshot(ModelFiles):
             )
 
     def _matches(self, record: TensorRecord) -> bool:
-        view = self.read(record.name)
-        chunks = (view[i : i + _VERIFY_CHUNK_BYTES] for i in range(0, record.nbytes, _VERIFY_CHUNK_BYTES))
-        return checksum_of(*chunks) == record.checksum
+        # Large reads and not the mapping: a cold file would come in by page faults, a few KiB at a time.
+        def chunks(handle):
+            for done in range(0, record.nbytes, _VERIFY_CHUNK_BYTES):
+                yield os.pread(handle, min(_VERIFY_CHUNK_BYTES, record.nbytes - done), record.offset + done)
+
+        handle = os.open(self.path_of(record.file), os.O_RDONLY)
+        try:
+            return checksum_of(chunks(handle)) == record.checksum
+        finally:
+            os.close(handle)
 
 
 def first_nonfinite_row(context, record: TensorRecord, stored, rows: int) -> int | None:

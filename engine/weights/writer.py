@@ -182,7 +182,11 @@ class SnapshotWriter:
         if self.out.exists():
             old = self.out.with_name(f"{self.out.name}.old-{os.getpid()}")
             self.out.rename(old)
-            self._dir.rename(self.out)
+            try:
+                self._dir.rename(self.out)
+            except OSError:
+                old.rename(self.out)
+                raise
             shutil.rmtree(old)
         else:
             self._dir.rename(self.out)
