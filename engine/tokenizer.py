@@ -177,15 +177,10 @@ class Tokenizer:
         false takes them as ordinary characters.
         """
         self._backend.encode_special_tokens = not parse_special
-        try:
-            rules = (self.config.get("add_bos_token"), self.config.get("add_eos_token"))
-            if not add_special_tokens:
-                return self._backend.encode(text, add_special_tokens=False).ids
-            if rules == (None, None):
-                return self._backend.encode(text, add_special_tokens=True).ids
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-        finally:
-            self._backend.encode_special_tokens = False
+        rules = (self.config.get("add_bos_token"), self.config.get("add_eos_token"))
+        if not add_special_tokens or rules == (None, None):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._backend.encode(text, add_special_tokens=False).ids
         before = [self.bos_id] if rules[0] and ids[:1] != [self.bos_id] else []
         after = [self.eos_id] if rules[1] and self.eos_id is not None else []
         return before + ids + after
