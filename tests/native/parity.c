@@ -91,7 +91,10 @@ float parity_wide(struct parity *p) {
 }
 
 /* ---- comparison ---- */
-static void hash_word(struct parity *p, uint32_t u) { p->hash = (p->hash ^ u) * 0x100000001b3u; }
+static void hash_word(struct parity *p, uint32_t u) { /* FNV-1a on words; the shift lets high bits reach the low ones */
+    p->hash = (p->hash ^ u) * 0x100000001b3u;
+    p->hash ^= p->hash >> 32;
+}
 
 void parity_bytes(struct parity *p, const void *got, const void *want, size_t n) {
     const unsigned char *g = got, *w = want;

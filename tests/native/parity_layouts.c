@@ -232,22 +232,21 @@ static void check_against_double(struct parity *p, const struct moe_layout *l, c
     }
 }
 
-static void check_matmul(struct parity *p, const struct moe_layout *l, const void *const *x, int rows, int cols, int tokens, int first) {
+static void check_matmul(struct parity *p, const struct moe_layout *l, const void *const *x, int rows, int cols, int tokens, int first, int last) {
     float *y[TOKENS];
-    int strips = (rows + l->strip_rows - 1) / l->strip_rows, from = first * l->strip_rows;
+    int strips = (rows + l->strip_rows - 1) / l->strip_rows, from = first * l->strip_rows, to = last * l->strip_rows < rows ? last * l->strip_rows : rows;
     for (int t = 0; t < tokens; t++) {
         y[t] = out[t] + PARITY_GUARD + 1; /* never 64-byte aligned */
         parity_poison(y[t], (size_t)rows);
     }
     size_t used = (size_t)strips * l->strip_bytes(cols);
     PARITY_FENCE(strips_got + used, sizeof strips_got - used);
-    l->matmul(y, strips_got, rows, cols, first, strips, x, tokens);
+    l->matmul(y, strips_got, rows, cols, first, last, x, tokens);
     PARITY_UNFENCE(strips_got + used, sizeof strips_got - used);
     for (int t = 0; t < tokens; t++) {
-        parity_untouched(p, y[t], (size_t)from, "wrote a row of a strip that was not asked for");
-        parity_untouched(p, y[t] - PARITY_GUARD, PARITY_GUARD, "wrote before the output");
-        parity_untouched(p, y[t] + rows, PARITY_GUARD, "wrote past the output");
-        parity_words(p, (const uint32_t *)(const void *)(y[t] + from), (const uint32_t *)(const void *)(want[t] + from), (size_t)(rows - from));
+        parity_untouched(p, y[t] - PARITY_GUARD, (size_t)(PARITY_GUARD + from), "wrote before the rows asked for");
+        parity_untouched(p, y[t] + to, (size_t)(PARITY_GUARD + rows - to), "wrote past the rows asked for");
+        parity_words(p, (const uint32_t *)(const void *)(y[t] + from), (const uint32_t *)(const void *)(want[t] + from), (size_t)(to - from));
     }
 }
 
@@ -269,12 +268,16 @@ static void check_layout(struct parity *p, const struct moe_layout *ref, const s
     }
     if (l == ref && kind == MODERATE && ref->dequantize_row) check_against_double(p, ref, x, cols);
     for (int r = 0; r < LENGTH(rows_list); r++) {
-        int rows = rows_list[r], last_strip = (rows - 1) / ref->strip_rows;
+        int rows = rows_list[r], num_strips = (rows + ref->strip_rows - 1) / ref->strip_rows;
         encode_rows(strips_got, f, ref, rows_in, rows, cols);
         for (int k = 0; k < LENGTH(tokens_list); k++) {
             parity_where(p, kind_label[kind], cols, "rows", rows, "tokens", tokens_list[k]);
-            check_matmul(p, l, x, rows, cols, tokens_list[k], 0);
-            if (last_strip && k % 3 == 0) check_matmul(p, l, x, rows, cols, tokens_list[k], last_strip);
+            check_matmul(p, l, x, rows, cols, tokens_list[k], 0, num_strips);
+            if (num_strips > 1 && k % 3 == 0) { /* as threads share a matrix */
+                check_matmul(p, l, x, rows, cols, tokens_list[k], num_strips - 1, num_strips);
+                check_matmul(p, l, x, rows, cols, tokens_list[k], 0, 1);
+                check_matmul(p, l, x, rows, cols, tokens_list[k], num_strips / 2, num_strips / 2);
+            }
         }
     }
     for (int t = 0; t < TOKENS; t++) PARITY_UNFENCE(acts[t], ACT_BYTES);

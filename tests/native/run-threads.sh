@@ -17,5 +17,5 @@ if ! "$out.probe" 2> /dev/null; then
     $run "$out.probe" || { echo "run-threads: skipped, the thread sanitizer does not start on this kernel"; exit 77; }
 fi
 # shellcheck disable=SC2086
-ENGINE=1 MAIN=tests/native/threads.c tests/native/build.sh "$out" -O2 $sanitizer -Wno-maybe-uninitialized
+ENGINE=1 MAIN=tests/native/threads.c tests/native/build.sh "$out" -O1 $sanitizer -Wno-maybe-uninitialized
 TSAN_OPTIONS=halt_on_error=1 $run "$out" "$@"
