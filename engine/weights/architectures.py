@@ -4,6 +4,8 @@ The templates and the rules for config.json belong to the family's file in engin
 here. Knows nothing of files or of formats.
 """
 
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -12,6 +14,7 @@ from .errors import UnknownArchitectureError
 
 ROLES = ("embed", "head", "attention", "norm", "router", "gate_up", "down")
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")  # in the order of an expert record
+_EXPERT = re.compile(rf"^layers\.(\d+)\.mlp\.experts\.(\d+)\.{EXPERT_PARTS[0]}$")
 # Ten times the largest published model; a broken config must not exhaust memory while it is being checked.
 _MAX_EXPERTS = 250_000
 
@@ -26,6 +29,11 @@ class Expected(NamedTuple):
 
 def expert_matrix_name(layer: int, expert: int, part: str) -> str:
     return f"layers.{layer}.mlp.experts.{expert}.{part}"
+
+
+def expert_ids(names: Iterable[str]) -> list[tuple[int, int]]:
+    """(layer, expert) of every routed expert among the tensor names."""
+    return [(int(found[1]), int(found[2])) for found in map(_EXPERT.match, names) if found]
 
 
 def expert_record_name(layer: int, expert: int) -> str:

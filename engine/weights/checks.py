@@ -32,6 +32,7 @@ from .safetensors import SafetensorsHeader, check_extents
 
 RECORD_ALIGN_BYTES = 4096  # a direct read starts and ends at multiples of this
 TENSOR_ALIGN_BYTES = 64  # one cache line, one AVX-512 register
+Experts = Iterable[tuple[int, int]]  # (layer, expert)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -164,41 +165,39 @@ def check_layout_of_files(directory: Path, records: Iterable[TensorRecord], file
         check_extents(directory / name, group, files[name])
 
 
-def check_experts(directory: Path, records: Mapping[str, TensorRecord], num_layers: int, num_experts: int) -> None:
-    """Each expert is one record: gate, up, down in order, 64-aligned parts, start a multiple of 4096, end inside.
+def check_experts(directory: Path, records: Mapping[str, TensorRecord], experts: Experts) -> None:
+    """Each (layer, expert) is one record: gate, up, down in order, 64-aligned parts, start a multiple of 4096.
 
     Raises: AlignmentError, ExpertRecordError.
     """
-    for layer in range(num_layers):
-        for expert in range(num_experts):
-            parts = [records[expert_matrix_name(layer, expert, part)] for part in EXPERT_PARTS]
-            where = f"{directory / parts[0].file}: {expert_record_name(layer, expert)}"
-            if parts[0].offset % RECORD_ALIGN_BYTES:
-                raise AlignmentError(
-                    f"{where} starts at {parts[0].offset}, expected a multiple of {RECORD_ALIGN_BYTES}; "
-                    "convert the model again"
+    for layer, expert in experts:
+        parts = [records[expert_matrix_name(layer, expert, part)] for part in EXPERT_PARTS]
+        where = f"{directory / parts[0].file}: {expert_record_name(layer, expert)}"
+        if parts[0].offset % RECORD_ALIGN_BYTES:
+            raise AlignmentError(
+                f"{where} starts at {parts[0].offset}, expected a multiple of {RECORD_ALIGN_BYTES}; "
+                "convert the model again"
+            )
+        place = parts[0].offset
+        for part in parts:
+            if part.file != parts[0].file or part.offset != place:
+                raise ExpertRecordError(
+                    f"{where}: {part.name} lies in {part.file} at {part.offset}, expected {parts[0].file} at "
+                    f"{place}: gate, up and down must be one record; convert the model again"
                 )
-            place = parts[0].offset
-            for part in parts:
-                if part.file != parts[0].file or part.offset != place:
-                    raise ExpertRecordError(
-                        f"{where}: {part.name} lies in {part.file} at {part.offset}, expected {parts[0].file} at "
-                        f"{place}: gate, up and down must be one record; convert the model again"
-                    )
-                place = round_up(part.offset + part.nbytes, TENSOR_ALIGN_BYTES)
+            place = round_up(part.offset + part.nbytes, TENSOR_ALIGN_BYTES)
 
 
-def container_extents(records: Mapping[str, TensorRecord], num_layers: int, num_experts: int) -> dict:
+def container_extents(records: Mapping[str, TensorRecord], experts: Experts) -> dict:
     """(file, entry name) -> (offset, nbytes) that the data files' own headers must hold: dense tensors padded to 64
     bytes, experts as records padded to 4096."""
     extents, in_experts = {}, set()
-    for layer in range(num_layers):
-        for expert in range(num_experts):
-            names = [expert_matrix_name(layer, expert, part) for part in EXPERT_PARTS]
-            in_experts.update(names)
-            first, last = records[names[0]], records[names[-1]]
-            length = round_up(last.offset + last.nbytes - first.offset, RECORD_ALIGN_BYTES)
-            extents[first.file, expert_record_name(layer, expert)] = (first.offset, length)
+    for layer, expert in experts:
+        names = [expert_matrix_name(layer, expert, part) for part in EXPERT_PARTS]
+        in_experts.update(names)
+        first, last = records[names[0]], records[names[-1]]
+        length = round_up(last.offset + last.nbytes - first.offset, RECORD_ALIGN_BYTES)
+        extents[first.file, expert_record_name(layer, expert)] = (first.offset, length)
     for name, record in records.items():
         if name not in in_experts:
             extents[record.file, name] = (record.offset, round_up(record.nbytes, TENSOR_ALIGN_BYTES))

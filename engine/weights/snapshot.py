@@ -15,7 +15,7 @@ import numpy as np
 from .. import kernels
 from ..formats import FORMATS
 from . import checks
-from .architectures import expected_tensors, model_config
+from .architectures import expected_tensors, expert_ids, model_config
 from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord, reading
 from .checkpoint import Checkpoint
 from .errors import (
@@ -91,7 +91,7 @@ class Snapshot(ModelFiles):
                 f"{header_path}: identity {header.identity[:12]} does not match its content; it was edited or damaged "
                 "after it was written, copy it again or convert the model again"
             )
-        self._check_scales(self._sample())
+        self._check_scales(self._sample(), context)
         return self
 
     # ---- checks at open ----------------------------------------------------------------------------------------------
@@ -113,11 +113,11 @@ class Snapshot(ModelFiles):
             checks.check_length(where, record, FORMATS[record.format], self._context)
 
     def _check_files(self) -> None:
-        size = (self.model_config.num_hidden_layers, self.model_config.num_experts)
+        experts = expert_ids(self.tensors)
         checks.check_files(self.path, self.files, [entry["name"] for entry in self.header.side_files])
         checks.check_layout_of_files(self.path, self.tensors.values(), self.files)
-        checks.check_experts(self.path, self.tensors, *size)
-        extents = checks.container_extents(self.tensors, *size)
+        checks.check_experts(self.path, self.tensors, experts)
+        extents = checks.container_extents(self.tensors, experts)
         for name in self.files:
             container = read_header(self.path_of(name))
             checks.check_container(name, container, self.header.identity, extents)
@@ -127,10 +127,10 @@ class Snapshot(ModelFiles):
         step = -(-len(records) // _SAMPLED_TENSORS)
         return [(record, _SAMPLED_ROWS) for record in records[::step]]
 
-    def _check_scales(self, jobs) -> None:
+    def _check_scales(self, jobs: Iterable, context) -> None:
         """Refuse non-finite scales in the first rows of each (record, rows)."""
         for record, rows in jobs:
-            row = first_nonfinite_row(self._context, record, self.read(record.name), min(rows, record.rows))
+            row = first_nonfinite_row(context, record, self.read(record.name), min(rows, record.rows))
             if row is not None:
                 raise NonFiniteError(
                     f"{self.path_of(record.file)}: tensor {record.name}: row {row} has a scale or value that is not "
@@ -151,7 +151,8 @@ class Snapshot(ModelFiles):
                     f"{self.path}: bytes changed since they were written: {brief(changed)}; copy the files again or "
                     "convert the model again"
                 )
-            self._check_scales((record, record.rows) for record in self.tensors.values())
+            context = kernels.Context(self._context.tier, threads)
+            self._check_scales(((record, record.rows) for record in self.tensors.values()), context)
         return sum(record.nbytes for record in self.tensors.values())
 
     def _changed_tensors(self, progress: ProgressCallback | None, threads: int | None) -> list[str]:
