@@ -4,7 +4,7 @@
 #include "internal.h"
 
 /* Weight bytes per task: enough to hide the cost of claiming it, few enough to stay in L2 for several token groups. */
-enum { MIN_TASK_BYTES = 16384, MAX_TASK_BYTES = 131072, TASKS_PER_THREAD = 16 };
+enum { MIN_TASK_BYTES = 32768, MAX_TASK_BYTES = 131072, TASKS_PER_THREAD = 16 };
 
 int moe_matrix_ok(const struct moe_matrix *w);
 /* x rows tokens[i] (or i where tokens is NULL) into their slots of `out`, slot = token, all threads. */

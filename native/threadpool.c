@@ -97,20 +97,21 @@ static int spin_until(atomic_int *value, int wanted) {
 
 static int in_child(const struct moe_pool *pool) { return pool->owner != getpid(); }
 
-/* Claim and run tasks until none is left. */
+/* Claim and run tasks until none is left, then report them all at once. */
 static void run_tasks(struct moe_pool *pool, int worker) {
-    int left = atomic_load(&pool->unclaimed);
+    int left = atomic_load(&pool->unclaimed), done = 0;
     while (left > 0) {
         if (!atomic_compare_exchange_weak(&pool->unclaimed, &left, left - 1)) continue;
         pool->fn(pool->arg, pool->num_tasks - left, worker);
-        /* Pairs with wait_done: either this load sees the sleeper or the sleeper sees zero (all sequentially consistent). */
-        if (atomic_fetch_sub(&pool->unfinished, 1) == 1 && atomic_load(&pool->caller_sleeps)) {
-            pthread_mutex_lock(&pool->sleep_lock);
-            pthread_cond_signal(&pool->batch_done);
-            pthread_mutex_unlock(&pool->sleep_lock);
-        }
+        done++;
         left = atomic_load(&pool->unclaimed);
     }
+    if (!done || atomic_fetch_sub(&pool->unfinished, done) != done) return;
+    /* Pairs with wait_done: either this load sees the sleeper or the sleeper sees zero (all sequentially consistent). */
+    if (!atomic_load(&pool->caller_sleeps)) return;
+    pthread_mutex_lock(&pool->sleep_lock);
+    pthread_cond_signal(&pool->batch_done);
+    pthread_mutex_unlock(&pool->sleep_lock);
 }
 
 static void *worker_main(void *arg) {
