@@ -12,11 +12,13 @@ unless_skipped = $(1) || { status=$$?; [ $$status -eq 77 ] || exit $$status; }
 help: ## print this menu
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
-build: ## wheel and sdist into dist/
+build: ## wheel into dist/
 	$(PYTHON) -m pip wheel --no-deps -w dist .
-	$(PYTHON) -c "import setuptools.build_meta as b; print(b.build_sdist('dist'))"
 
+# A fresh venv of Python 3.11 brings a setuptools that cannot read our pyproject.toml.
 native: ## rebuild the C part in place
+	@$(PYTHON) -c "import setuptools as s; exit(int(s.__version__.split('.')[0]) < 77)" 2> /dev/null || \
+		$(PYTHON) -m pip install -q 'setuptools>=77'
 	$(PYTHON) setup.py -q build_ext --inplace
 
 test: ## all tests that need no emulator

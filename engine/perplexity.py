@@ -41,7 +41,8 @@ class Result:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll / self.num_scored_tokens)
+        mean = self.nll / self.num_scored_tokens
+        return math.exp(mean) if mean < 700 else math.inf
 
     @property
     def perplexity_error(self) -> float:

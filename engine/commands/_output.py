@@ -1,6 +1,7 @@
 """Where output goes: stdout carries the product (text or JSON) and nothing else, stderr everything else."""
 
 import json
+import math
 import os
 import sys
 
@@ -32,9 +33,16 @@ def write(text: str) -> None:
         raise OutputError(f"stdout: cannot be written: {error.strerror}") from None
 
 
+def _finite(value):
+    """JSON has no infinity: a figure that does not exist (an error of one sample) becomes null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(content: dict) -> None:
     """Write one JSON object and a newline to stdout."""
-    write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write(json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def note(text: str) -> None:
