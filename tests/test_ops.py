@@ -8,6 +8,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,16 @@ ROOT = Path(__file__).parent.parent
 WIDTHS = [1, 3, 15, 16, 17, 31, 64, 100, 257, 2048]
 OPS = ["quantize_q8", "rmsnorm", "clip", "softmax", "logsumexp", "swiglu", "rope", "add", "scale", "fma"]
 OPS += ["all_finite", "exp", "f16_to_f32", "f32_to_f16", "bf16_to_f32", "f32_to_bf16"]  # order of moe_vector_ops
+PINNED = [
+    "08d8ab7b",
+    "d59cfadc",
+    "e2696aa9",
+    "ba60a9db",
+    "4d1511b7",
+    "c6dc6184",
+    "f92afdb3",
+    "2e6465c8",
+]  # docs/arithmetic.md
 HIGHER_TIERS = [tier for tier in TIERS if tier != "scalar"]
 
 
@@ -173,6 +184,19 @@ def test_16_bit_floats_round_to_nearest_even():
     np.testing.assert_array_equal(y[finite], ((u + 0x7FFF + (u >> 16 & 1)) >> 16).astype(np.uint16)[finite])
     assert lib.moe_to_f32(ctx, pointer(wide), pointer(every, "void *"), every.size, 1) == 0
     np.testing.assert_array_equal(wide, (every.astype(np.uint32) << 16).view(np.float32))
+
+
+def test_arithmetic_is_pinned():
+    """A fingerprint: a change that alters every tier alike is still a change of the canonical arithmetic."""
+    ctx, n = context(), 1003
+    k = np.arange(6 * n, dtype=np.int64)
+    x = ((k * 2654435761 % 20011 - 10005) / np.float32(1024)).astype(np.float32).reshape(6, n)
+    outs = [rmsnorm(ctx, x, x[3].copy()), softmax(ctx, x), swiglu(ctx, x, x[::-1].copy())]
+    outs += [
+        token_logprobs(ctx, x, [0, 5, 17, 300, 1002, 999])[1],
+        *quantize_activations(ctx, x[:, :768].copy(), Q8_256),
+    ]
+    assert [f"{zlib.crc32(out.tobytes()):08x}" for out in outs] == PINNED
 
 
 # ---- activation quantizer ----
