@@ -127,6 +127,8 @@ def test_an_expert_is_one_aligned_read(wide_hf, tmp_path):
             record = files.expert(layer, expert)
             assert record.offset % 4096 == 0 and record.nbytes % 4096 == 0
             assert all(start % 64 == 0 for start, _ in record.parts.values())
+            assert list(record.parts) == ["gate_proj", "up_proj", "down_proj"]
+            assert record.parts["gate_proj"][0] == 0 < record.parts["up_proj"][0] < record.parts["down_proj"][0]
             with files.path_of(record.file).open("rb") as handle:
                 handle.seek(record.offset)
                 data = handle.read(record.nbytes)

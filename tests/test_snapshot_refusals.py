@@ -198,6 +198,8 @@ CASES = [
     ("duplicate tensor", add_tensor(), errors.DuplicateTensorError, [Q_PROJ, "listed twice"]),
     ("duplicate key", lambda p: (p / HEADER_FILE).write_text('{"magic": 1, "magic": 2}'), errors.DuplicateTensorError,
      ["magic", "twice"]),
+    ("file listed twice", header(lambda c: c["files"].append(c["files"][0])), errors.DuplicateTensorError,
+     [DENSE_FILE, "listed twice"]),
     ("missing file", remove(EXPERTS), errors.MissingFileError, [EXPERTS, "1 of "]),
     ("missing files", remove(EXPERTS, DENSE_FILE, "tokenizer.json"), errors.MissingFileError,
      [EXPERTS, DENSE_FILE, "tokenizer.json", "3 of "]),
@@ -295,6 +297,11 @@ def test_other_paths_are_refused_with_a_hint(what, good, tmp_path):
     with pytest.raises(errors.NotASnapshotError, match=word):
         open_model(path)
     assert_refused_by_cli(["inspect", path], word)
+
+
+def test_asking_for_an_absent_tensor_is_an_error(good):
+    with pytest.raises(errors.MissingTensorError, match=r"the model has no tensor layers\.9\.mlp"):
+        open_model(good).expert(9, 0)
 
 
 def test_file_that_shrinks_while_open_is_an_error_not_a_signal(good, tmp_path):
