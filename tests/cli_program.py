@@ -10,7 +10,9 @@ import tiny_models
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, "-m", "engine"]
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MILLSTREAM_")}
+# As a user has it: PYTHONUNBUFFERED would hide a missing flush.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("MILLSTREAM_", "PYTHON"))}
+ENVIRONMENT["PYTHONDONTWRITEBYTECODE"] = "1"
 LONG_CONTEXT = 200_000  # a generation that lasts until it is interrupted
 
 
