@@ -6,6 +6,7 @@
 #include "vec16.h"
 #define ROWS_UNROLL _Pragma("GCC unroll 8")
 
+enum { ROWS_BLOCK = 4 };
 enum rows_kind { ROWS_F32, ROWS_F16, ROWS_BF16 };
 #if MOE_TIER_ID == MOE_AVX512
 enum { ROWS_SUMS = 16 }; /* registers for sums: a v16 is one of 32 */
@@ -70,12 +71,15 @@ MOE_INLINE void rows_matmul(float *const *y, const void *w, int rows, int cols, 
     const float *x[MOE_MAX_TOKENS];
     for (int t = 0; t < num_tokens; t++) x[t] = (const float *)xv[t];
     if (last > rows) last = rows;
-    for (int t = 0; t < num_tokens; t += 4) {
-        switch (num_tokens - t) {
-        case 1: rows_range(y + t, w, cols, first, last, x + t, kind, 1); break;
-        case 2: rows_range(y + t, w, cols, first, last, x + t, kind, 2); break;
-        case 3: rows_range(y + t, w, cols, first, last, x + t, kind, 3); break;
-        default: rows_range(y + t, w, cols, first, last, x + t, kind, 4); break;
+    for (int end; first < last; first = end) { /* all tokens over a few rows while those are in the nearest cache */
+        end = last - first < ROWS_BLOCK ? last : first + ROWS_BLOCK;
+        for (int t = 0; t < num_tokens; t += 4) {
+            switch (num_tokens - t) {
+            case 1: rows_range(y + t, w, cols, first, end, x + t, kind, 1); break;
+            case 2: rows_range(y + t, w, cols, first, end, x + t, kind, 2); break;
+            case 3: rows_range(y + t, w, cols, first, end, x + t, kind, 3); break;
+            default: rows_range(y + t, w, cols, first, end, x + t, kind, 4); break;
+            }
         }
     }
 }

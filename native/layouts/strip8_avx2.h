@@ -24,6 +24,9 @@ MOE_INLINE struct strip_x strip_x(struct strip_spec s, const void *const *x, int
     v.sum16 = (size_t)((const char *)a.sum16 - v.q[0]);
     return v;
 }
+/* Fixes where a sum is updated. Without it gcc reassociates the adds, holds many products and spills them. */
+#define STRIP_PIN(v) __asm__ volatile("" : "+x"(v))
+
 MOE_INLINE __m256i strip_four(const char *p) { /* four bytes to every lane */
     int32_t v;
     __builtin_memcpy(&v, p, 4);
@@ -49,17 +52,20 @@ MOE_INLINE void strip_dot_plain(__m256i *is, const char *code, struct strip_x x,
             __m256i b = _mm256_maddubs_epi16(hi, strip_four(x.q[t] + col + 8 * g + 4));
             a = _mm256_add_epi16(a, b);
             sum[t] = g ? _mm256_add_epi16(sum[t], a) : a;
+            STRIP_PIN(sum[t]);
         }
     }
     STRIP_UNROLL for (int t = 0; t < T; t++) {
         __m256i offset = _mm256_madd_epi16(strip_four(x.q[t] + x.sum16 + col / 8), minus);
         is[t] = _mm256_add_epi32(is[t], _mm256_add_epi32(_mm256_madd_epi16(sum[t], scale), offset));
+        STRIP_PIN(is[t]);
     }
 }
 
 MOE_INLINE void strip_signed(__m256i *is, __m256i w, const char *x, __m256i scale) {
     __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(strip_four(x), w));
     *is = _mm256_add_epi32(*is, _mm256_madd_epi16(p, scale));
+    STRIP_PIN(*is);
 }
 
 MOE_INLINE void strip_dot_table(__m256i *is, const char *code, struct strip_x x, size_t col, int T, __m256i scale,

@@ -13,14 +13,14 @@ enum { STRIP_PREFETCH_BYTES = 4096 };
 /* Activations of the call: the parts lie at the same distances in every token. */
 struct strip_x {
     const char *q[MOE_MAX_TOKENS];
-    size_t d, sum32;
+    size_t d, sum16;
 };
 MOE_INLINE struct strip_x strip_x(struct strip_spec s, const void *const *x, int cols, int num_tokens) {
     struct strip_x v;
     struct moe_act_view a = moe_act_view(x[0], strip_activation(s), cols);
     for (int t = 0; t < num_tokens; t++) v.q[t] = (const char *)x[t];
     v.d = (size_t)((const char *)a.d - v.q[0]);
-    v.sum32 = (size_t)((const char *)a.sum32 - v.q[0]);
+    v.sum16 = (size_t)((const char *)a.sum16 - v.q[0]);
     return v;
 }
 MOE_INLINE __m512i strip_four(const char *p) {
@@ -69,7 +69,7 @@ MOE_INLINE void strip_rows16(struct strip_spec s, float *const *y, const char *a
                              struct strip_x x, int T) {
     size_t area = strip_code_offset(s, cols);
     const char *ca = a + area, *cb = b + area;
-    __m512i table = _mm512_setzero_si512();
+    __m512i table = _mm512_setzero_si512(), minus = _mm512_set1_epi16((short)-strip_offset(s));
     if (s.table)
         table = _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)s.table)), _mm512_set1_epi8((char)0x80));
     __m512 acc[MOE_MAX_TOKENS];
@@ -80,7 +80,7 @@ MOE_INLINE void strip_rows16(struct strip_spec s, float *const *y, const char *a
         for (int p = 0; p < s.span / 32; p++, col += 32, ca += strip_code_stride(s), cb += strip_code_stride(s)) {
             __m512i sum[MOE_MAX_TOKENS], sub = _mm512_setzero_si512();
             STRIP_UNROLL for (int t = 0; t < T; t++)
-                sum[t] = _mm512_mullo_epi32(strip_four(x.q[t] + x.sum32 + col / 8), _mm512_set1_epi32(-strip_offset(s)));
+                sum[t] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), minus, strip_four(x.q[t] + x.sum16 + col / 8));
             strip_dot32(s, sum, ca, cb, x, col, T, table);
             if (s.sub)
                 sub = _mm512_cvtepi8_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const void *)(a + 16 + 8 * p)),
