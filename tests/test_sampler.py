@@ -170,6 +170,15 @@ def test_ties_go_to_the_lowest_id(context):
         assert {sampler.pick(logits, [], i) for i in range(300)} == allowed, options
 
 
+def test_ties_survive_merging_and_a_cut_on_its_boundary_keeps_the_short_prefix(context):
+    logits = np.full(64, 1.0, np.float32)
+    logits[1::2] = np.nextafter(np.float32(1), np.float32(0))  # interleaved, in the same bucket
+    sampler = Sampler(context, SamplingParams(temperature=1.0, top_k=16))
+    assert {sampler.pick(logits, [], i) for i in range(500)} == set(range(0, 32, 2))
+    pair = Sampler(context, SamplingParams(temperature=1.0, top_p=0.5))
+    assert {pair.pick(np.zeros(2, np.float32), [], i) for i in range(50)} == {0}
+
+
 def test_zeros_of_both_signs_are_a_tie(context):
     logits = np.array([-1.0, -0.0, 0.0, -2.0], np.float32)
     assert Sampler(context, SamplingParams()).pick(logits, [], 0) == 1
