@@ -26,7 +26,7 @@ tail -n 1 "$out.txt"
 grep -q '^tier avx2: skipped, this CPU lacks AVX2' "$out.txt" || { echo "run-baseline: avx2 was not refused"; exit 1; }
 grep -q '^tier avx512: skipped' "$out.txt" || { echo "run-baseline: avx512 was not refused"; exit 1; }
 
-python=$(python3 -c 'import os, sys; print(sys.executable)') # not a launcher script
+python=$("${PYTHON:-python3}" -c 'import os, sys; print(sys.executable)') # not a launcher script
 if ! "$python" -c 'import engine._native' 2> /dev/null; then
     echo "run-baseline: the Python extension is not built here; only the C program was checked"
     exit 0
