@@ -26,6 +26,7 @@ from engine.errors import ConfigError, EngineError, FormatError
 from engine.formats import FORMATS
 from engine.weights import errors, open_model
 from engine.weights.architectures import expected_tensors
+from engine.weights.checkpoint import Checkpoint
 from engine.weights.header import HEADER_FILE
 from engine.weights.safetensors import read_header
 
@@ -154,7 +155,14 @@ def test_fingerprint_sees_one_changed_tensor_and_config(tmp_path):
     edit_config(tmp_path / "hf", rms_norm_eps=1e-4)
     make_snapshot(tmp_path / "hf", tmp_path / "c")
     prints = {open_model(tmp_path / name).header.source["sha256"] for name in "abc"}
-    assert len(prints) == 3
+
+    def swap_names(header):
+        k_proj, v_proj = (Q_PROJ.replace("q_proj", part) for part in ("k_proj", "v_proj"))
+        header[k_proj], header[v_proj] = header[v_proj], header[k_proj]
+
+    edit_safetensors_header(tmp_path / "hf" / "model.safetensors", swap_names)
+    prints.add(Checkpoint.open(tmp_path / "hf").fingerprint()["sha256"])
+    assert len(prints) == 4
     source = open_model(first.path).header.source
     assert source["files"] == [{"name": "model.safetensors", "bytes": tensor.path.stat().st_size}]
     assert "4096 bytes of every tensor" in source["method"]
