@@ -62,7 +62,12 @@ class ConfigReader:
         value = self._get(key, default, default is None and not optional)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value != value
+            or abs(value) == float("inf")
+        ):
             raise ConfigError(f"{self._where}: {key} = {value!r}, expected a number")
         return float(value)
 
@@ -98,11 +103,11 @@ class ConfigReader:
 
 def rope_theta(reader: ConfigReader, default: float) -> float:
     """rope_theta at the top level or under rope_parameters; any scaling other than the default is refused."""
-    reader.only("rope_scaling")
-    parameters = reader.table("rope_parameters")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"config.json: rope_parameters.rope_type = {kind!r} is not supported (only 'default')")
+    scaling, parameters = reader.table("rope_scaling"), reader.table("rope_parameters")
+    for where, entry in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        kind = entry.get("rope_type", entry.get("type", "default" if entry is parameters or not entry else None))
+        if kind != "default":
+            raise ConfigError(f"config.json: {where}.rope_type = {kind!r} is not supported (only 'default')")
     extra = sorted(set(parameters) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
     if extra or parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"config.json: rope_parameters has unsupported entries {extra or ['partial_rotary_factor']}")

@@ -172,9 +172,7 @@ class Context:
         x = np.ascontiguousarray(x, np.float32)
         rows, cols = x.shape
         out = np.empty((rows, self.row_bytes(format_name, cols)), np.uint8)
-        status = lib.moe_quantize(
-            self.handle, address(out), format_name.encode(), address(x, "float *"), rows, cols
-        )
+        status = lib.moe_quantize(self.handle, address(out), format_name.encode(), address(x, "float *"), rows, cols)
         check(status, f"quantize to {format_name}")
         return out
 
@@ -208,7 +206,9 @@ class Context:
         """float32 to uint16 bit patterns of "f16" or "bf16", round to nearest even, same shape."""
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty(x.shape, np.uint16)
-        check(lib.moe_from_f32(self.handle, address(out), address(x, "float *"), x.size, _KINDS[kind]), f"f32 to {kind}")
+        check(
+            lib.moe_from_f32(self.handle, address(out), address(x, "float *"), x.size, _KINDS[kind]), f"f32 to {kind}"
+        )
         return out
 
     def matrix(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> Matrix:

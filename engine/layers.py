@@ -85,7 +85,9 @@ class Layers:
     def kv_store(self, kv, k: Buffer, v: Buffer, position: int, num_tokens: int) -> None:
         check(lib.moe_kv_store(self.ctx, kv, k.ptr, v.ptr, position, num_tokens), "kv store")
 
-    def attention(self, out: Buffer, q: Buffer, kv, num_tokens: int, num_heads: int, position: int, scale: float) -> None:
+    def attention(
+        self, out: Buffer, q: Buffer, kv, num_tokens: int, num_heads: int, position: int, scale: float
+    ) -> None:
         """Causal attention of q [T, N, D] over the cache; out [T, N, D]."""
         check(
             lib.moe_attention(self.ctx, out.ptr, q.ptr, kv, num_tokens, num_heads, position, scale, 0, ffi.NULL),

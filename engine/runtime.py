@@ -69,9 +69,7 @@ class Engine:
 
         sampling: None = the model's defaults. Raises ConfigError for a prompt that does not fit the context.
         """
-        return Generation(
-            self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos
-        )
+        return Generation(self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos)
 
 
 def load(

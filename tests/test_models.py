@@ -148,6 +148,7 @@ def test_a_broken_rule_is_noticed(tiny_snapshot, monkeypatch, name, rule):
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling"),
         ({"num_experts_per_tok": 9}, "exceeds num_experts"),
         ({"sliding_window": 64}, "sliding_window"),
         ({"hidden_size": None}, "hidden_size"),
@@ -161,6 +162,11 @@ def test_config_that_changes_the_mathematics_is_refused_by_name(change, message)
     config = {**tiny_models.hf_config("mha_base"), **change}
     with pytest.raises(ConfigError, match=message):
         olmoe.Config.from_dict(config)
+
+
+def test_a_default_rope_scaling_is_no_scaling():
+    config = {**tiny_models.hf_config("mha_base"), "rope_scaling": {"type": "default"}}
+    assert olmoe.Config.from_dict(config) == olmoe.Config.from_dict(tiny_models.hf_config("mha_base"))
 
 
 def test_a_value_that_is_not_finite_stops_the_run_with_the_layer(tiny_snapshot):

@@ -18,7 +18,8 @@ class WeightLoader:
         if record is None:
             raise WeightsError(f"{self.files.path}: tensor {name} is missing")
         if tuple(record.shape) != shape:
-            raise WeightsError(f"{self.files.path}: tensor {name} has shape {list(record.shape)}, expected {list(shape)}")
+            got, expected = list(record.shape), list(shape)
+            raise WeightsError(f"{self.files.path}: tensor {name} has shape {got}, expected {expected}")
         return record
 
     def vector(self, name: str, size: int) -> Vector:
