@@ -130,15 +130,9 @@ static inline uint16_t moe_f32_bf16(float f) {
  * rounded to odd there, so that the final rounding to float is the only one that counts. */
 static inline float moe_fmaf(float a, float b, float c) {
     double p = (double)a * (double)b, s = p + (double)c, t = s - p, e = (p - (s - t)) + ((double)c - t);
-    if (e > 0 || e < 0) {
-        uint64_t u;
-        __builtin_memcpy(&u, &s, 8);
-        if (!(u & 1)) {
-            u += (e > 0) == (s > 0) ? 1 : (uint64_t)-1;
-            __builtin_memcpy(&s, &u, 8);
-        }
-    }
-    return (float)s;
+    union { double f; uint64_t u; } odd = {.f = s};
+    if ((e > 0 || e < 0) && !(odd.u & 1)) odd.u += (e > 0) == (s > 0) ? 1 : (uint64_t)-1;
+    return (float)odd.f;
 }
 static inline float moe_round_even(float x) { /* |x| < 2^22 */
     float t = x + 12582912.0f;
