@@ -55,10 +55,12 @@ static void route_token(struct route_job *j, int64_t t, float *scores) {
 static void route_task(void *arg, int task, int worker) {
     struct route_job *j = arg;
     int first = task * j->tokens_per_task, last = first + j->tokens_per_task;
-    for (int t = first; t < last && t < j->num_tokens; t++) route_token(j, t, j->scores + (size_t)worker * (size_t)j->num_experts);
+    float *scores = j->scores + (size_t)worker * (size_t)j->num_experts;
+    for (int t = first; t < last && t < j->num_tokens; t++) route_token(j, t, scores);
 }
 
-int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *logits, int num_tokens, int num_experts, int num_experts_per_tok, const struct moe_router_rule *rule) {
+int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *logits, int num_tokens, int num_experts,
+              int num_experts_per_tok, const struct moe_router_rule *rule) {
     enum { TASK_SCORES = 2048 };
     if (!ctx || !ids || !weights || !logits || !rule || num_tokens < 0 || num_experts < 1) return MOE_BAD_ARGUMENT;
     if (num_experts_per_tok < 1 || num_experts_per_tok > num_experts) return MOE_BAD_ARGUMENT;
@@ -73,8 +75,10 @@ int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *lo
 }
 
 /* Counting sort, stable: assignments of one expert stay in ascending order. */
-int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int num_tokens, int num_experts_per_tok, int num_experts) {
-    if (!expert_ids || !offsets || !assignments || !ids || num_tokens < 0 || num_experts_per_tok < 1 || num_experts < 1) return MOE_BAD_ARGUMENT;
+int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int num_tokens,
+                   int num_experts_per_tok, int num_experts) {
+    if (!expert_ids || !offsets || !assignments || !ids) return MOE_BAD_ARGUMENT;
+    if (num_tokens < 0 || num_experts_per_tok < 1 || num_experts < 1) return MOE_BAD_ARGUMENT;
     int64_t n = (int64_t)num_tokens * num_experts_per_tok;
     if (n > INT32_MAX) return MOE_BAD_ARGUMENT;
     for (int64_t a = 0; a < n; a++)
@@ -128,7 +132,9 @@ struct experts_job {
 
 static int max_int(int a, int b) { return a > b ? a : b; }
 static int min_int(int a, int b) { return a < b ? a : b; }
-static size_t row_bytes(const struct moe_matrix *w) { return w->layout->strip_bytes(w->cols) / (size_t)w->layout->strip_rows; }
+static size_t row_bytes(const struct moe_matrix *w) {
+    return w->layout->strip_bytes(w->cols) / (size_t)w->layout->strip_rows;
+}
 
 static const struct unit *unit_of_task(const struct experts_job *j, int task, int down) {
     int low = 0, high = j->num_units - 1;
@@ -141,7 +147,8 @@ static const struct unit *unit_of_task(const struct experts_job *j, int task, in
     return &j->units[low];
 }
 
-static void multiply_rows(const struct experts_job *j, const struct moe_matrix *w, float *const *y, const void *const *x, int n, int row0, int row1) {
+static void multiply_rows(const struct experts_job *j, const struct moe_matrix *w, float *const *y,
+                          const void *const *x, int n, int row0, int row1) {
     int strip_rows = w->layout->strip_rows;
     w->layout->matmul(y, w->data, w->rows, w->cols, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows, x, n);
     for (int t = 0; w->bias && t < n; t++) j->vec->add(y[t] + row0, w->bias + row0, row1 - row0);
@@ -151,7 +158,8 @@ static void quantize_hidden(const struct experts_job *j, const struct unit *u) {
     const struct moe_matrix *down = &u->expert->down;
     if (down->layout->activation == MOE_ACT_F32) return;
     for (int i = u->slot; i < u->slot + u->count; i++)
-        j->vec->quantize_q8(j->act_h + (size_t)i * j->act_h_stride, j->hidden + (size_t)i * j->hidden_stride, down->cols, down->layout->activation);
+        j->vec->quantize_q8(j->act_h + (size_t)i * j->act_h_stride, j->hidden + (size_t)i * j->hidden_stride,
+                            down->cols, down->layout->activation);
 }
 
 static void gate_up_task(void *arg, int task, int worker) {
@@ -206,14 +214,16 @@ static void run_window(struct experts_job *j) {
         gate_up += moe_data_bytes(&e->gate) + moe_data_bytes(&e->up);
         down += moe_data_bytes(&e->down);
     }
-    size_t gate_up_bytes = moe_task_bytes(gate_up, j->ctx->num_threads), down_bytes = moe_task_bytes(down, j->ctx->num_threads);
+    size_t gate_up_bytes = moe_task_bytes(gate_up, j->ctx->num_threads);
+    size_t down_bytes = moe_task_bytes(down, j->ctx->num_threads);
     int tasks = 0, down_tasks = 0;
     for (int i = 0; i < j->num_units; i++) {
         struct unit *u = &j->units[i];
         const struct moe_expert *e = u->expert;
         int step = max_int(e->gate.layout->strip_rows, e->up.layout->strip_rows);
         size_t steps = gate_up_bytes / ((row_bytes(&e->gate) + row_bytes(&e->up)) * (size_t)step) + 1;
-        u->rows_per_task = steps * (size_t)step < (size_t)e->gate.rows ? (int)steps * step : (e->gate.rows + step - 1) / step * step;
+        size_t all_steps = ((size_t)e->gate.rows + (size_t)step - 1) / (size_t)step;
+        u->rows_per_task = (int)(steps < all_steps ? steps : all_steps) * step;
         int blocks = (e->gate.rows + u->rows_per_task - 1) / u->rows_per_task;
         u->first_task = tasks;
         atomic_init(&u->blocks_left, blocks);
@@ -286,10 +296,12 @@ static int run_experts(struct experts_job *j, const struct experts_call *c) {
     for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++)
         j->act_x_stride[form] = c->forms[form] ? moe_activation_bytes(form, j->hidden_size) : 0;
     size_t up_floats = (size_t)j->ctx->num_threads * MOE_MAX_TOKENS * j->hidden_stride;
-    char *p = moe_scratch(j->ctx, tokens * (j->act_x_stride[1] + j->act_x_stride[2] + 5) + window * (j->hidden_stride * 4 + j->act_h_stride) +
+    char *p = moe_scratch(j->ctx, tokens * (j->act_x_stride[1] + j->act_x_stride[2] + 5) +
+                                      window * (j->hidden_stride * 4 + j->act_h_stride) +
                                       up_floats * 4 + window * sizeof(struct unit) + 8 * 64);
     if (!p) return MOE_NO_MEMORY;
-    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++) j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);
+    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++)
+        j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);
     j->hidden = carve(&p, window * j->hidden_stride * 4);
     j->act_h = carve(&p, window * j->act_h_stride);
     j->up = carve(&p, up_floats * 4);
@@ -317,12 +329,15 @@ static int run_experts(struct experts_job *j, const struct experts_call *c) {
     return MOE_OK;
 }
 
-int moe_experts(struct moe_ctx *ctx, float *out, const struct moe_expert *const *table, const int32_t *expert_ids, const int32_t *offsets, const int32_t *assignments, int num_experts, const float *x, int num_tokens, int num_experts_per_tok) {
+int moe_experts(struct moe_ctx *ctx, float *out, const struct moe_expert *const *table, const int32_t *expert_ids,
+                const int32_t *offsets, const int32_t *assignments, int num_experts, const float *x, int num_tokens,
+                int num_experts_per_tok) {
     if (!ctx || !out || !table || !expert_ids || !offsets || !assignments || !x) return MOE_BAD_ARGUMENT;
     if (num_experts < 0 || num_tokens < 0 || num_experts_per_tok < 1) return MOE_BAD_ARGUMENT;
-    struct experts_call call = {.table = table, .expert_ids = expert_ids, .offsets = offsets, .assignments = assignments,
-                                .num_experts = num_experts, .num_tokens = num_tokens};
-    struct experts_job job = {.ctx = ctx, .vec = ctx->vec, .out = out, .x = x, .num_experts_per_tok = num_experts_per_tok};
+    struct experts_call call = {.table = table, .expert_ids = expert_ids, .offsets = offsets,
+                                .assignments = assignments, .num_experts = num_experts, .num_tokens = num_tokens};
+    struct experts_job job = {.ctx = ctx, .vec = ctx->vec, .out = out, .x = x,
+                              .num_experts_per_tok = num_experts_per_tok};
     if (!check_call(&call, num_experts_per_tok, &job.hidden_size, &job.act_h_stride)) return MOE_BAD_ARGUMENT;
     if (!num_experts || offsets[num_experts] == offsets[0]) return MOE_OK;
     uint32_t saved = moe_enter(ctx);
@@ -361,9 +376,11 @@ static void combine_task(void *arg, int task, int worker) {
     for (int t = first; t < last; t++) combine_token(j, t);
 }
 
-int moe_experts_combine(struct moe_ctx *ctx, float *y, const float *out, const float *weights, int num_tokens, int num_experts_per_tok, int hidden_size) {
+int moe_experts_combine(struct moe_ctx *ctx, float *y, const float *out, const float *weights, int num_tokens,
+                        int num_experts_per_tok, int hidden_size) {
     enum { TASK_TERMS = 32768 };
-    if (!ctx || !y || !out || !weights || num_tokens < 0 || num_experts_per_tok < 1 || hidden_size < 1) return MOE_BAD_ARGUMENT;
+    if (!ctx || !y || !out || !weights) return MOE_BAD_ARGUMENT;
+    if (num_tokens < 0 || num_experts_per_tok < 1 || hidden_size < 1) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     struct combine_job job = {ctx->vec, y, out, weights, num_tokens, num_experts_per_tok, hidden_size,
                               (int)(TASK_TERMS / ((int64_t)hidden_size * num_experts_per_tok)) + 1, 0};

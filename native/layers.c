@@ -35,12 +35,15 @@ static void run_rows(struct moe_ctx *ctx, struct row_job *job) {
 }
 
 static void rmsnorm_rows(const struct row_job *j, int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) j->vec->rmsnorm(j->y + r * j->width, j->x + r * j->width, j->other, j->width, j->number);
+    for (int64_t r = first; r < last; r++)
+        j->vec->rmsnorm(j->y + r * j->width, j->x + r * j->width, j->other, j->width, j->number);
 }
-int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weight, int64_t num_rows, int width, float eps) {
+int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weight, int64_t num_rows, int width,
+                float eps) {
     if (!ctx || !y || !x || !weight || num_rows < 0 || width < 1) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
-    struct row_job job = {.run = rmsnorm_rows, .rows = num_rows, .width = width, .y = y, .x = x, .other = weight, .number = eps};
+    struct row_job job = {.run = rmsnorm_rows, .rows = num_rows, .width = width, .y = y, .x = x, .other = weight,
+                          .number = eps};
     run_rows(ctx, &job);
     return moe_leave(ctx, saved, MOE_OK);
 }
@@ -57,7 +60,9 @@ int moe_softmax(struct moe_ctx *ctx, float *y, const float *x, int64_t num_rows,
 }
 
 /* Elementwise operations see rows of one element. */
-static void clip_rows(const struct row_job *j, int64_t first, int64_t last) { j->vec->clip(j->y + first, last - first, j->number); }
+static void clip_rows(const struct row_job *j, int64_t first, int64_t last) {
+    j->vec->clip(j->y + first, last - first, j->number);
+}
 int moe_clip(struct moe_ctx *ctx, float *x, int64_t n, float limit) {
     if (!ctx || !x || n < 0 || !(limit >= 0)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
@@ -97,13 +102,15 @@ static void logprob_rows(const struct row_job *j, int64_t first, int64_t last) {
         if (!(p - p == 0.0)) atomic_store_explicit(j->bad, 1, memory_order_relaxed);
     }
 }
-int moe_token_logprobs(struct moe_ctx *ctx, double *out, const float *logits, const int32_t *targets, int num_tokens, int vocab_size) {
+int moe_token_logprobs(struct moe_ctx *ctx, double *out, const float *logits, const int32_t *targets, int num_tokens,
+                       int vocab_size) {
     if (!ctx || !out || !logits || !targets || num_tokens < 0 || vocab_size < 1) return MOE_BAD_ARGUMENT;
     for (int t = 0; t < num_tokens; t++)
         if (targets[t] < 0 || targets[t] >= vocab_size) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     atomic_int bad = 0;
-    struct row_job job = {.run = logprob_rows, .rows = num_tokens, .width = vocab_size, .x = logits, .out = out, .targets = targets, .bad = &bad};
+    struct row_job job = {.run = logprob_rows, .rows = num_tokens, .width = vocab_size, .x = logits, .out = out,
+                          .targets = targets, .bad = &bad};
     run_rows(ctx, &job);
     return moe_leave(ctx, saved, bad ? MOE_NONFINITE : MOE_OK);
 }

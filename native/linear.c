@@ -1,8 +1,8 @@
 /* Weights and dense products: storage rows to strips, activations to their forms, y = x W^T.
  *
  * A product is cut into tasks of (strips, tokens). Inside a task the tokens go through the kernel in groups of at most
- * eight while the strips stay in cache. A kernel's result for one (row, token) depends on neither the other rows nor the
- * other tokens, so no cut can change a bit. */
+ * eight while the strips stay in cache. A kernel's result for one (row, token) depends on neither the other rows nor
+ * the other tokens, so no cut can change a bit. */
 #include "linear.h"
 #include <stdatomic.h>
 #include <string.h>
@@ -33,7 +33,8 @@ static const struct moe_layout *scalar_layout(const char *name) {
 }
 
 static int layout_ok(const struct moe_layout *k, int cols) {
-    if (!k || !k->matmul || !k->strip_bytes || k->block_len < 1 || k->strip_rows < 1 || k->strip_rows > MAX_TASK_ROWS) return 0;
+    if (!k || !k->matmul || !k->strip_bytes || k->block_len < 1) return 0;
+    if (k->strip_rows < 1 || k->strip_rows > MAX_TASK_ROWS) return 0;
     return cols > 0 && cols % k->block_len == 0 && moe_activation_bytes(k->activation, cols) > 0;
 }
 
@@ -59,7 +60,8 @@ static void run_span(void *arg, int task, int worker) {
 }
 
 /* run(arg, first, last) over 0 .. count-1, items_per_task at a time. */
-static void parallel_spans(struct moe_ctx *ctx, int64_t count, int64_t items_per_task, void (*run)(void *, int64_t, int64_t), void *arg) {
+static void parallel_spans(struct moe_ctx *ctx, int64_t count, int64_t items_per_task,
+                           void (*run)(void *, int64_t, int64_t), void *arg) {
     enum { MAX_TASKS = 1 << 20 };
     if (items_per_task < count / MAX_TASKS + 1) items_per_task = count / MAX_TASKS + 1;
     struct span_job job = {count, items_per_task, run, arg};
@@ -81,16 +83,19 @@ static void encode_strips(void *arg, int64_t first, int64_t last) {
     for (int64_t s = first; s < last; s++) {
         int64_t row = s * j->layout->strip_rows, left = j->rows - row;
         int num_rows = left < j->layout->strip_rows ? (int)left : j->layout->strip_rows;
-        j->format->encode_strip(j->out + (size_t)s * j->strip_bytes, j->rows_in + (size_t)row * j->row_bytes, j->row_bytes, num_rows, j->cols);
+        j->format->encode_strip(j->out + (size_t)s * j->strip_bytes, j->rows_in + (size_t)row * j->row_bytes,
+                                j->row_bytes, num_rows, j->cols);
     }
 }
 
-int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, const struct moe_layout *layout, const void *rows_in, int rows, int cols) {
+int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, const struct moe_layout *layout,
+               const void *rows_in, int rows, int cols) {
     if (!ctx || !out || !format || !layout || !rows_in || rows < 1 || !layout_ok(layout, cols)) return MOE_BAD_ARGUMENT;
     if (!format->encode_strip) return MOE_NO_KERNEL;
     if (cols % format->block_len || !moe_same_name(format->layout, layout->name)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
-    struct encode_job job = {out, rows_in, format, layout, (size_t)(cols / format->block_len) * (size_t)format->block_bytes,
+    struct encode_job job = {out, rows_in, format, layout,
+                             (size_t)(cols / format->block_len) * (size_t)format->block_bytes,
                              layout->strip_bytes(cols), rows, cols};
     int64_t strips = ((int64_t)rows + layout->strip_rows - 1) / layout->strip_rows;
     parallel_spans(ctx, strips, MIN_TASK_BYTES / (int64_t)job.strip_bytes + 1, encode_strips, &job);
@@ -169,21 +174,28 @@ struct convert_job {
 
 static void widen(void *arg, int64_t first, int64_t last) {
     const struct convert_job *j = arg;
-    (j->kind ? j->vec->bf16_to_f32 : j->vec->f16_to_f32)((float *)j->out + first, (const uint16_t *)j->in + first, last - first);
+    (j->kind ? j->vec->bf16_to_f32 : j->vec->f16_to_f32)((float *)j->out + first, (const uint16_t *)j->in + first,
+                                                         last - first);
 }
 static void narrow(void *arg, int64_t first, int64_t last) {
     const struct convert_job *j = arg;
-    (j->kind ? j->vec->f32_to_bf16 : j->vec->f32_to_f16)((uint16_t *)j->out + first, (const float *)j->in + first, last - first);
+    (j->kind ? j->vec->f32_to_bf16 : j->vec->f32_to_f16)((uint16_t *)j->out + first, (const float *)j->in + first,
+                                                         last - first);
 }
-static int convert(struct moe_ctx *ctx, void *out, const void *in, int64_t n, int kind, void (*run)(void *, int64_t, int64_t)) {
+static int convert(struct moe_ctx *ctx, void *out, const void *in, int64_t n, int kind,
+                   void (*run)(void *, int64_t, int64_t)) {
     if (!ctx || !out || !in || n < 0 || (kind != 0 && kind != 1)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     struct convert_job job = {ctx->vec, out, in, kind};
     parallel_spans(ctx, n, TASK_ELEMENTS, run, &job);
     return moe_leave(ctx, saved, MOE_OK);
 }
-int moe_to_f32(struct moe_ctx *ctx, float *out, const void *in, int64_t n, int kind) { return convert(ctx, out, in, n, kind, widen); }
-int moe_from_f32(struct moe_ctx *ctx, void *out, const float *in, int64_t n, int kind) { return convert(ctx, out, in, n, kind, narrow); }
+int moe_to_f32(struct moe_ctx *ctx, float *out, const void *in, int64_t n, int kind) {
+    return convert(ctx, out, in, n, kind, widen);
+}
+int moe_from_f32(struct moe_ctx *ctx, void *out, const float *in, int64_t n, int kind) {
+    return convert(ctx, out, in, n, kind, narrow);
+}
 
 /* ---- activations ---- */
 /* 0 for a form or length that does not exist. */
@@ -192,8 +204,8 @@ size_t moe_activation_bytes(int activation, int cols) {
     if (activation == MOE_ACT_F32) return moe_round64((size_t)cols * 4);
     if (activation != MOE_ACT_Q8_32 && activation != MOE_ACT_Q8_256) return 0;
     if (cols % moe_act_block(activation)) return 0;
-    size_t n = (size_t)cols;
-    return moe_round64(n) + moe_round64(n / (size_t)moe_act_block(activation) * 4) + moe_round64(n / 16 * 2) + moe_round64(n / 32 * 4);
+    size_t n = (size_t)cols, scales = n / (size_t)moe_act_block(activation);
+    return moe_round64(n) + moe_round64(scales * 4) + moe_round64(n / 16 * 2) + moe_round64(n / 32 * 4);
 }
 
 struct activate_job {
@@ -216,7 +228,8 @@ static void activate_rows(void *arg, int64_t first, int64_t last) {
     }
 }
 
-void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count, int cols) {
+void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count,
+                  int cols) {
     struct activate_job job = {ctx->vec, out, x, tokens, moe_activation_bytes(activation, cols), activation, cols};
     parallel_spans(ctx, count, TASK_ELEMENTS / cols + 1, activate_rows, &job);
 }
@@ -271,7 +284,8 @@ static void linear_task(void *arg, int task, int worker) {
     int t0 = task / p->strip_blocks * j->tokens_per_task, end = t0 + j->tokens_per_task;
     if (last > moe_strips(p->w)) last = moe_strips(p->w);
     if (end > j->num_tokens) end = j->num_tokens;
-    for (; t0 < end; t0 += MOE_MAX_TOKENS) linear_group(j, p, first, last, t0, end - t0 < MOE_MAX_TOKENS ? end - t0 : MOE_MAX_TOKENS);
+    for (; t0 < end; t0 += MOE_MAX_TOKENS)
+        linear_group(j, p, first, last, t0, end - t0 < MOE_MAX_TOKENS ? end - t0 : MOE_MAX_TOKENS);
 }
 
 static void plan_linear(struct moe_ctx *ctx, struct linear_job *j) {
@@ -306,7 +320,8 @@ static void plan_linear(struct moe_ctx *ctx, struct linear_job *j) {
 }
 
 /* Every form that some matrix wants is made once. */
-static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices, const float *x, int num_tokens, int add) {
+static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices,
+                      const float *x, int num_tokens, int add) {
     int cols = w[0]->cols, wanted[3] = {0};
     size_t offset[3] = {0}, bytes = 0;
     for (int m = 0; m < num_matrices; m++) wanted[w[m]->layout->activation] = 1;
@@ -321,18 +336,21 @@ static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, fl
     struct linear_part *parts = (struct linear_part *)(void *)(scratch + bytes);
     for (int m = 0; m < num_matrices; m++) {
         int form = w[m]->layout->activation;
-        parts[m] = (struct linear_part){.w = w[m], .y = y[m], .act = scratch + offset[form], .act_stride = moe_activation_bytes(form, cols)};
+        parts[m] = (struct linear_part){.w = w[m], .y = y[m], .act = scratch + offset[form],
+                                        .act_stride = moe_activation_bytes(form, cols)};
         if (form == MOE_ACT_F32) {
             parts[m].act = (const char *)x;
             parts[m].act_stride = (size_t)cols * 4;
         }
     }
-    struct linear_job job = {.vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens = num_tokens, .add = add};
+    struct linear_job job = {.vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens = num_tokens,
+                             .add = add};
     plan_linear(ctx, &job);
     return MOE_OK;
 }
 
-int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices, const float *x, int num_tokens, int add) {
+int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices,
+               const float *x, int num_tokens, int add) {
     if (!ctx || !w || !y || !x || num_matrices < 0 || num_tokens < 0) return MOE_BAD_ARGUMENT;
     for (int m = 0; m < num_matrices; m++)
         if (!y[m] || !moe_matrix_ok(w[m]) || w[m]->cols != w[0]->cols) return MOE_BAD_ARGUMENT;
@@ -351,7 +369,8 @@ struct embed_job {
 
 static void embed_rows(void *arg, int64_t first, int64_t last) {
     const struct embed_job *j = arg;
-    for (int64_t t = first; t < last; t++) j->exact->dequantize_row(j->y + t * j->w->cols, j->w->data, j->w->cols, j->ids[t]);
+    for (int64_t t = first; t < last; t++)
+        j->exact->dequantize_row(j->y + t * j->w->cols, j->w->data, j->w->cols, j->ids[t]);
 }
 
 int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const int32_t *ids, int num_tokens) {

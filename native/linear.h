@@ -8,12 +8,15 @@ enum { MIN_TASK_BYTES = 32768, MAX_TASK_BYTES = 131072, TASKS_PER_THREAD = 16 };
 
 int moe_matrix_ok(const struct moe_matrix *w);
 /* x rows tokens[i] (or i where tokens is NULL) into their slots of `out`, slot = token, all threads. */
-void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count, int cols);
+void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count,
+                  int cols);
 
 static inline int moe_strips(const struct moe_matrix *w) {
     return (int)(((int64_t)w->rows + w->layout->strip_rows - 1) / w->layout->strip_rows);
 }
-static inline size_t moe_data_bytes(const struct moe_matrix *w) { return moe_matrix_bytes(w->layout, w->rows, w->cols); }
+static inline size_t moe_data_bytes(const struct moe_matrix *w) {
+    return moe_matrix_bytes(w->layout, w->rows, w->cols);
+}
 static inline size_t moe_task_bytes(size_t total, int num_threads) {
     size_t bytes = total / (size_t)num_threads / TASKS_PER_THREAD;
     return bytes < MIN_TASK_BYTES ? MIN_TASK_BYTES : bytes > MAX_TASK_BYTES ? MAX_TASK_BYTES : bytes;

@@ -1,8 +1,8 @@
 /* Threads of a context, its lock, its scratch memory and the floating-point mode of every thread that computes.
  *
- * A batch is a number of equal tasks. Threads claim tasks by counting `unclaimed` down with compare-and-swap, so whoever
- * succeeds holds a task of the running batch, even a worker that wakes late: the batch cannot end before its tasks do.
- * The caller never waits for a worker that holds no task. Idle workers spin for SPIN_NS at most and then sleep.
+ * A batch is a number of equal tasks. Threads claim tasks by counting `unclaimed` down with compare-and-swap, so
+ * whoever succeeds holds a task of the running batch, even a worker that wakes late: the batch cannot end before its
+ * tasks do. The caller never waits for a worker that holds no task. Idle workers spin for SPIN_NS at most, then sleep.
  *
  * fork: threads do not survive it, and a lock may be held by one that is gone. In a child process an inherited context
  * therefore takes no lock, starts nothing and computes on its caller (same bits); use it from one thread there, or
@@ -107,7 +107,7 @@ static void run_tasks(struct moe_pool *pool, int worker) {
         left = atomic_load(&pool->unclaimed);
     }
     if (!done || atomic_fetch_sub(&pool->unfinished, done) != done) return;
-    /* Pairs with wait_done: either this load sees the sleeper or the sleeper sees zero (all sequentially consistent). */
+    /* Pairs with wait_done: either this load sees the sleeper or the sleeper sees zero (sequential consistency). */
     if (!atomic_load(&pool->caller_sleeps)) return;
     pthread_mutex_lock(&pool->sleep_lock);
     pthread_cond_signal(&pool->batch_done);

@@ -13,9 +13,9 @@ MOE_INLINE v16 load_padded(const float *x, int n, float pad) {
 }
 
 /* ---- activation quantizer ---- */
-/* largest_32: the largest |x| of 32 through its bit pattern: NaN and infinity are larger than every finite number, so they
- * cannot hide. quantize_32: q = x * inv to the nearest integer, half to even, and its exact sums. No clamp is needed:
- * |x * inv| <= amax * (127 / amax) * (1 + 2^-24)^2 < 127.5. */
+/* largest_32: the largest |x| of 32 through its bit pattern: NaN and infinity are larger than every finite number, so
+ * they cannot hide. quantize_32: q = x * inv to the nearest integer, half to even, and its exact sums. No clamp is
+ * needed: |x * inv| <= amax * (127 / amax) * (1 + 2^-24)^2 < 127.5. */
 #if MOE_TIER_ID == MOE_AVX2 || MOE_TIER_ID == MOE_AVX512
 MOE_INLINE int32_t largest_32(const float *x) {
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
@@ -29,7 +29,8 @@ MOE_INLINE int32_t largest_32(const float *x) {
 MOE_INLINE void quantize_32(int8_t *q, int16_t *sum16, int32_t *sum32, const float *x, float inv) {
     const __m256 factor = _mm256_set1_ps(inv);
     __m256i t[4];
-    for (int i = 0; i < 4; i++) t[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), factor)); /* MXCSR: half to even */
+    for (int i = 0; i < 4; i++) /* rounds as MXCSR says: half to even */
+        t[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), factor));
     __m256i p = _mm256_packs_epi16(_mm256_packs_epi32(t[0], t[1]), _mm256_packs_epi32(t[2], t[3]));
     p = _mm256_permutevar8x32_epi32(p, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); /* packing works per 128-bit half */
     _mm256_storeu_si256((void *)q, p);
@@ -91,7 +92,8 @@ static void quantize_q8(void *act, const float *x, int cols, int activation) {
     int16_t *sum16 = (int16_t *)v.sum16;
     int32_t *sum32 = (int32_t *)v.sum32;
     if (activation == MOE_ACT_Q8_256)
-        for (int b = 0; b < cols / 256; b++) quantize_block(q + 256 * b, d + b, sum16 + 16 * b, sum32 + 8 * b, x + 256 * b, 256);
+        for (int b = 0; b < cols / 256; b++)
+            quantize_block(q + 256 * b, d + b, sum16 + 16 * b, sum32 + 8 * b, x + 256 * b, 256);
     else
         for (int b = 0; b < cols / 32; b++) quantize_block(q + 32 * b, d + b, sum16 + 2 * b, sum32 + b, x + 32 * b, 32);
 }
@@ -124,7 +126,7 @@ MOE_INLINE float row_max(const float *x, int n) {
     return v16_reduce_max(m);
 }
 
-/* A NaN that the maximum loses comes back in the sum, so the whole row is NaN; so is a row whose maximum is infinite. */
+/* A NaN that the maximum loses comes back in the sum, so the row is NaN; so is a row whose maximum is infinite. */
 static void softmax(float *y, const float *x, int n) {
     const v16 m = v16_set1(row_max(x, n));
     v16 sum = v16_zero();
@@ -160,7 +162,7 @@ static double natural_log(double x) {
     return (double)e * 0.6931471805599453 + 2.0 * s * p;
 }
 
-/* Sixteen double lanes in the compiler's own vectors: conversion and addition are exact or rounded once on every tier. */
+/* Sixteen double lanes in the compiler's own vectors: a conversion is exact and an addition rounds once everywhere. */
 typedef float f4 __attribute__((vector_size(16)));
 typedef double d4 __attribute__((vector_size(32)));
 

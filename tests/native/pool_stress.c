@@ -1,17 +1,20 @@
 /* Thread pool under a sanitizer: batches of every size, callers that share a context, workers met awake, falling asleep
- * and asleep, contexts that come and go. Build and run:
- *   ENGINE=1 MAIN=tests/native/pool_stress.c tests/native/build.sh /tmp/pool_stress -g -O1 -fsanitize=thread -Wno-maybe-uninitialized
- *   /tmp/pool_stress [seconds] */
+ * and asleep, experts whose last block quantizes for all, contexts that come and go. Build and run:
+ *   ENGINE=1 MAIN=tests/native/pool_stress.c tests/native/build.sh OUT -g -O1 -fsanitize=thread \
+ *     -Wno-maybe-uninitialized
+ *   OUT [seconds] */
 #define _GNU_SOURCE
 #include "internal.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { MAX_BATCH = 300, CALLERS = 3, WIDTH = 3000, ROWS = 12 };
+enum { SIDE = 256, NUM_EXPERTS = 4, TOKENS = 21, PER_TOKEN = 2 };
 
 static double seconds(void) {
     struct timespec t;
@@ -66,11 +69,61 @@ static void *call_softmax(void *arg) {
     return 0;
 }
 
+/* Strips of a q8_0 matrix [SIDE, SIDE]. */
+static int make_matrix(struct moe_ctx *ctx, struct moe_matrix *w, unsigned *seed) {
+    const char *error;
+    const struct moe_format *format = moe_select_format(ctx, "q8_0", &error);
+    const struct moe_layout *layout = format ? moe_select_layout(ctx, format->layout, &error) : 0;
+    if (!layout) return printf("%s\n", error), 1;
+    float *x = malloc(sizeof(float) * SIDE * SIDE);
+    void *stored = malloc((size_t)(SIDE * SIDE / format->block_len * format->block_bytes));
+    void *strips = aligned_alloc(64, moe_round64(moe_matrix_bytes(layout, SIDE, SIDE)));
+    for (int i = 0; i < SIDE * SIDE; i++) x[i] = (float)(rand_r(seed) % 2001 - 1000) * 1e-4f;
+    int failed = moe_quantize(ctx, stored, "q8_0", x, SIDE, SIDE) ||
+                 moe_encode(ctx, strips, format, layout, stored, SIDE, SIDE);
+    *w = (struct moe_matrix){strips, layout, 0, SIDE, SIDE};
+    free(x);
+    free(stored);
+    return failed;
+}
+
+/* All threads against one thread. */
+static int experts(struct moe_ctx *ctx, struct moe_ctx *alone, unsigned *seed) {
+    static float x[TOKENS * SIDE], want[TOKENS * PER_TOKEN * SIDE], got[TOKENS * PER_TOKEN * SIDE];
+    struct moe_expert e[NUM_EXPERTS];
+    const struct moe_expert *table[NUM_EXPERTS];
+    int32_t ids[TOKENS * PER_TOKEN], chosen[NUM_EXPERTS], offsets[NUM_EXPERTS + 1], assignments[TOKENS * PER_TOKEN];
+    int failed = 0;
+    for (int i = 0; i < NUM_EXPERTS; i++) {
+        table[i] = &e[i];
+        failed |= make_matrix(ctx, &e[i].gate, seed) | make_matrix(ctx, &e[i].up, seed) | make_matrix(ctx, &e[i].down, seed);
+    }
+    for (int i = 0; i < TOKENS * SIDE; i++) x[i] = (float)(rand_r(seed) % 2001 - 1000) * 1e-3f;
+    for (int round = 0; round < 20 && !failed; round++) {
+        for (int t = 0; t < TOKENS; t++) {
+            ids[2 * t] = (int32_t)(rand_r(seed) % NUM_EXPERTS);
+            ids[2 * t + 1] = (ids[2 * t] + 1) % NUM_EXPERTS;
+        }
+        int n = moe_route_plan(chosen, offsets, assignments, ids, TOKENS, PER_TOKEN, NUM_EXPERTS);
+        failed |= moe_experts(alone, want, table, chosen, offsets, assignments, n, x, TOKENS, PER_TOKEN) != MOE_OK;
+        failed |= moe_experts(ctx, got, table, chosen, offsets, assignments, n, x, TOKENS, PER_TOKEN) != MOE_OK;
+        failed |= memcmp(want, got, sizeof want) != 0;
+    }
+    for (int i = 0; i < NUM_EXPERTS; i++) {
+        free((void *)e[i].gate.data);
+        free((void *)e[i].up.data);
+        free((void *)e[i].down.data);
+    }
+    if (failed) printf("experts differ or failed\n");
+    return failed;
+}
+
 static int one_context(int num_threads, double duration, unsigned *seed) {
     const char *error;
     struct moe_ctx *ctx = moe_ctx_create(0, num_threads, &error);
-    if (!ctx) return printf("%s\n", error), 1;
-    int failed = batches(ctx, seed, 400);
+    struct moe_ctx *alone = moe_ctx_create(0, 1, &error);
+    if (!ctx || !alone) return printf("%s\n", error), 1;
+    int failed = batches(ctx, seed, 400) | experts(ctx, alone, seed);
     pthread_t threads[CALLERS];
     struct caller callers[CALLERS];
     for (int i = 0; i < CALLERS; i++) {
@@ -82,6 +135,7 @@ static int one_context(int num_threads, double duration, unsigned *seed) {
         failed |= callers[i].failed;
     }
     moe_ctx_destroy(ctx);
+    moe_ctx_destroy(alone);
     return failed;
 }
 
