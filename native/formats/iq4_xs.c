@@ -20,22 +20,23 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
     size_t used = (size_t)(cols / 256) * 80;
     uint8_t *code = scales + moe_round64(used);
     clear(scales + used, moe_round64(used) - used);
-    for (int r = 0; r < 8; r++) {
-        const struct block *b = (const void *)((const char *)rows + (size_t)r * row_bytes);
-        for (int i = 0; i < cols / 256; i++) {
-            uint8_t *sc = scales + 80 * (size_t)i, *out = code + 1024 * (size_t)i;
-            if (r >= num_rows) {
-                put16(sc + 2 * r, 0);
-                for (int p = 0; p < 8; p++) sc[16 + 8 * p + r] = 0;
-                for (int g = 0; g < 32; g++) put32(out + 32 * g + 4 * r, 0x88888888u);
-                continue;
-            }
-            uint32_t high = get16(b[i].scales_h), low = get32(b[i].scales_l);
-            put16(sc + 2 * r, get16(b[i].d));
-            for (int p = 0; p < 8; p++) {
+    for (int i = 0; i < cols / 256; i++) {
+        uint8_t *sc = scales + 80 * (size_t)i;
+        struct block zero = {.scales_h = {0xaa, 0xaa}}; /* every ls 32: sub-scale 0 */
+        const uint8_t *q[8];
+        for (int k = 0; k < 128; k++) zero.q[k] = 0x88;
+        for (int r = 0; r < 8; r++) {
+            const struct block *b = (const void *)((const char *)rows + (size_t)r * row_bytes);
+            b = r < num_rows ? b + i : &zero;
+            uint32_t high = get16(b->scales_h), low = get32(b->scales_l);
+            put16(sc + 2 * r, get16(b->d));
+            for (int p = 0; p < 8; p++)
                 sc[16 + 8 * p + r] = (uint8_t)((int)((low >> 4 * p & 15) | (high >> 2 * p & 3) << 4) - 32);
-                put_nib8(out + 128 * p, r, b[i].q + 16 * p);
-            }
+            q[r] = b->q;
+        }
+        for (int p = 0; p < 8; p++) {
+            put_nib8_rows(code + 1024 * (size_t)i + 128 * p, q);
+            for (int r = 0; r < 8; r++) q[r] += 16;
         }
     }
 }

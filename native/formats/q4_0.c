@@ -14,15 +14,17 @@ _Static_assert(sizeof(struct block) == 18, "q4_0 block");
 static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
     uint8_t *scales = (uint8_t *)strip, *code = scales + moe_round64((size_t)cols / 2);
     clear(scales + cols / 2, moe_round64((size_t)cols / 2) - (size_t)cols / 2);
-    for (int r = 0; r < 8; r++) {
-        const struct block *b = (const void *)((const char *)rows + (size_t)r * row_bytes);
-        static const struct block zero = {{0, 0}, {0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88,
-                                                   0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88}};
-        for (int i = 0; i < cols / 32; i++) {
-            const struct block *from = r < num_rows ? &b[i] : &zero;
-            put16(scales + 16 * i + 2 * r, get16(from->d));
-            put_nib8(code + 128 * (size_t)i, r, from->q);
+    static const struct block zero = {{0, 0}, {0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88,
+                                               0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88}};
+    for (int i = 0; i < cols / 32; i++) {
+        const uint8_t *q[8];
+        for (int r = 0; r < 8; r++) {
+            const struct block *b = (const void *)((const char *)rows + (size_t)r * row_bytes);
+            b = r < num_rows ? b + i : &zero;
+            put16(scales + 16 * i + 2 * r, get16(b->d));
+            q[r] = b->q;
         }
+        put_nib8_rows(code + 128 * (size_t)i, q);
     }
 }
 
