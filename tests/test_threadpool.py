@@ -107,22 +107,38 @@ def test_callers_of_one_context_take_turns():
 
 
 def _child(ctx, x, want, queue):
-    queue.put(np.array_equal(softmax(ctx, x), want))
+    same = np.array_equal(softmax(ctx, x), want)
+    ffi.release(ctx)  # must not wait for threads that the child does not have
+    queue.put(same)
 
 
 def test_an_inherited_context_works_in_a_forked_child():
-    ctx, x = context(None, 4), normal(5, 64, 1000)
-    want = softmax(ctx, x)
+    """Another thread is inside a call, and so holds the context's lock, while this one forks."""
+    ctx, x, busy = context(None, 4), normal(5, 64, 1000), threading.Event()
+    want, big = softmax(ctx, x), normal(7, 400, 20000)
+
+    def keep_busy():
+        while not busy.is_set():
+            softmax(ctx, big)
+
+    other = threading.Thread(target=keep_busy)
+    other.start()
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
-    child = fork.Process(target=_child, args=(ctx, x, want, queue))
-    child.start()
+    children = [fork.Process(target=_child, args=(ctx, x, want, queue)) for _ in range(3)]
     try:
-        assert queue.get(timeout=30)
-        child.join(30)
-        assert child.exitcode == 0
+        for child in children:
+            time.sleep(0.02)
+            child.start()
+        assert all(queue.get(timeout=20) for _ in children)
+        for child in children:
+            child.join(20)
+            assert child.exitcode == 0
     finally:
-        child.kill()
+        busy.set()
+        other.join()
+        for child in children:
+            child.kill()
     assert_same_bits(softmax(ctx, x), want)
 
 
