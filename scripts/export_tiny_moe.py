@@ -28,6 +28,7 @@ from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
 # Both programs sum in different orders; a wrong pairing, norm or expert changes logits by whole units.
 MAX_LOGIT_DIFFERENCE = 1e-4
 CONTEXT, STRIDE = 2048, 1024
+USAGE_WINDOWS = 4
 
 
 def hf_config(config, tokenizer):
@@ -147,7 +148,7 @@ def usage(args):
     model, tokenizer = load(args.out)
     for domain in DOMAINS:
         ids = token_ids(tokenizer, (args.heldout / f"{domain}.txt").read_bytes())
-        windows = [ids[start:start + CONTEXT] for start in range(0, min(len(ids), 16 * CONTEXT), CONTEXT)]
+        windows = [ids[start:start + CONTEXT] for start in range(0, min(len(ids), USAGE_WINDOWS * CONTEXT), CONTEXT)]
         logits = [model(window[None], output_router_logits=True).router_logits for window in windows]
         for layer in range(model.config.num_hidden_layers):
             routed = torch.cat([window[layer].reshape(-1, model.config.num_experts) for window in logits])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+EXPERT_ROWS = 64
 LOSS_CHUNK_TOKENS = 1024  # one chunk of logits stays in the second-level cache
 
 
@@ -32,34 +33,75 @@ class ModelConfig:
         return asdict(self)
 
 
-class Reorder(torch.autograd.Function):
-    """Rows of x in another order; a row may be taken several times (`copies` each), `inverse` undoes the order."""
+class Dispatch(torch.autograd.Function):
+    """Token rows into expert order: [T, H] -> [P, H]. rows[p] is the token of place p, places[t, a] its places."""
 
     @staticmethod
-    def forward(ctx, x, rows, inverse, copies):
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
+    def forward(ctx, x, rows, places):
+        ctx.save_for_backward(places)
         return x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx, grad):
         # A gather instead of autograd's scatter-add, which runs on one core.
-        back = grad.index_select(0, ctx.saved_tensors[0])
-        if ctx.copies > 1:
-            back = back.view(-1, ctx.copies, back.shape[-1]).sum(1)
-        return back, None, None, None
+        places = ctx.saved_tensors[0]
+        return grad.index_select(0, places.flatten()).view(*places.shape, -1).sum(1), None, None
+
+
+class Collect(torch.autograd.Function):
+    """Expert outputs back into token order: [P, H] -> [T, A, H]."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        ctx.num_places = len(x)
+        return x.index_select(0, places.flatten()).view(*places.shape, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Padding rows get a zero gradient here, so they add nothing to the weights' gradients.
+        places = ctx.saved_tensors[0].flatten()
+        flat = grad.reshape(len(places), -1)
+        return flat.new_zeros(ctx.num_places, flat.shape[1]).index_copy_(0, places, flat), None
+
+
+def expert_places(chosen, num_experts):
+    """chosen: [T, A] -> token of each place [P], place of each choice [T, A], rows per expert with padding and at
+    last rows of none, and choices of each expert [E].
+
+    An expert's rows are padded to a multiple of EXPERT_ROWS: the matrix library compiles a kernel per shape, and
+    with a fresh row count for every expert and step that took more time than the products.
+    """
+    tokens, active = chosen.shape
+    flat = chosen.flatten()
+    counts = torch.bincount(flat, minlength=num_experts)
+    padded = (counts + EXPERT_ROWS - 1) // EXPERT_ROWS * EXPERT_ROWS
+    # The total is the same in every step, too: what is left belongs to no expert.
+    total = -(-flat.numel() // EXPERT_ROWS) * EXPERT_ROWS + num_experts * EXPERT_ROWS
+    order = flat.argsort(stable=True)
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    positions = torch.arange(len(flat)) + shift[flat[order]]
+    places = torch.empty_like(flat)
+    places[order] = positions
+    rows = torch.zeros(total, dtype=torch.long)
+    rows[positions] = order // active
+    sizes = padded.tolist()
+    return rows, places.view(tokens, active), [*sizes, total - sum(sizes)], counts
 
 
 class GroupedLinear(torch.autograd.Function):
-    """x rows sorted by expert, times that expert's matrix: [T*A, I] x [E, O, I] -> [T*A, O]."""
+    """Rows in expert order times that expert's matrix: [P, I] x [E, O, I] -> [P, O]. counts: rows of each expert,
+    then rows of none, which are left unread."""
 
     @staticmethod
     def forward(ctx, x, weight, counts):
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
         out = x.new_empty(x.shape[0], weight.shape[1])
-        for expert, (rows, target) in enumerate(zip(x.split(counts), out.split(counts), strict=True)):
-            torch.mm(rows, weight[expert].t(), out=target)
+        *targets, rest = out.split(counts)
+        rest.zero_()
+        for matrix, rows, target in zip(weight, x.split(counts), targets, strict=False):
+            torch.mm(rows, matrix.t(), out=target)
         return out
 
     @staticmethod
@@ -67,8 +109,10 @@ class GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        *targets, rest = grad_x.split(ctx.counts)
+        rest.zero_()
         for expert, (rows, out_rows, target) in enumerate(
-                zip(x.split(ctx.counts), grad.split(ctx.counts), grad_x.split(ctx.counts), strict=True)):
+                zip(x.split(ctx.counts), grad.split(ctx.counts), targets, strict=False)):
             torch.mm(out_rows, weight[expert], out=target)
             torch.mm(out_rows.t(), rows, out=grad_weight[expert])
         return grad_x, grad_weight, None
@@ -187,15 +231,10 @@ class Block(nn.Module):
         logits = F.linear(x.float(), self.router)
         probabilities = logits.softmax(-1)
         gates, chosen = probabilities.topk(active, dim=-1)
-        order = chosen.flatten().argsort(stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
-        counts = torch.bincount(chosen.flatten(), minlength=num_experts)
-        sizes = counts.tolist()
-        rows = Reorder.apply(x, order // active, inverse, active)
-        middle = kernels.swiglu(GroupedLinear.apply(rows, self.gate_up.to(x.dtype), sizes))
-        outputs = Reorder.apply(GroupedLinear.apply(middle, self.down.to(x.dtype), sizes), inverse, order, 1)
-        residual = kernels.add_experts(residual, outputs.view(len(x), active, -1), gates)
+        rows, places, sizes, counts = expert_places(chosen, num_experts)
+        middle = kernels.swiglu(GroupedLinear.apply(Dispatch.apply(x, rows, places), self.gate_up.to(x.dtype), sizes))
+        outputs = Collect.apply(GroupedLinear.apply(middle, self.down.to(x.dtype), sizes), places)
+        residual = kernels.add_experts(residual, outputs, gates)
         balance = num_experts * (counts / counts.sum() * probabilities.mean(0)).sum()
         z_loss = logits.logsumexp(-1).square().mean()
         return residual, balance, z_loss, chosen

@@ -33,7 +33,7 @@ DECAY_FROM = 0.3  # constant rate before it, linear to zero after it
 BALANCE_WEIGHT, Z_WEIGHT = 0.01, 1e-4
 # Domains are drawn in proportion to size ** this: small ones are repeated more, but not without bound.
 SAMPLING_POWER = 0.6
-MONITORED_BYTES = 40_000  # of each held-out text
+MONITORED_BYTES = 20_000  # of each held-out text
 
 
 def read_documents(work, domain):
