@@ -5,7 +5,7 @@
  *   codes, nib8:  per 32 columns [4 groups][8 rows][4 bytes]; low nibbles columns 8g..8g+3, high nibbles 8g+4..8g+7
  *   codes, byte8: per 32 columns [8 groups][8 rows][4 bytes]; group g is columns 4g..4g+3
  *   scales, span 32:  per 32 columns [8 rows] fp16
- *   scales, span 256: per 256 columns [8 rows] fp16, then [8 sub-blocks][8 rows] int8
+ *   scales, span 256: per 256 columns [8 rows] fp16, then [256 / sub sub-blocks][8 rows] int8
  *
  * Lane = row: a broadcast of four activation bytes meets the same four columns of eight rows, so no horizontal add is
  * ever needed and one float accumulator per (row, token) runs over the spans in order:
@@ -23,7 +23,8 @@ struct strip_spec {
     int offset;           /* nib8 weight = code - offset when there is no table */
     const int8_t *table;  /* NULL or the 16 weights */
     int span;             /* columns per float scale: 32 or 256 */
-    int sub;              /* columns per int8 sub-scale, 0: none */
+    int sub;              /* columns per int8 sub-scale: 16, 32, 0: none */
+    int shift;            /* the float scale counts 2^-shift times (exact: fp16 has 2^-24, float32 goes to 2^-149) */
 };
 
 MOE_INLINE int strip_activation(struct strip_spec s) { return s.span == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32; }
@@ -37,10 +38,10 @@ MOE_INLINE size_t strip_size(struct strip_spec s, int cols) {
 }
 
 /* Scales of row r in one span. */
-MOE_INLINE float strip_scale(const uint8_t *scales, int r) {
+MOE_INLINE float strip_scale(struct strip_spec s, const uint8_t *scales, int r) {
     uint16_t h;
     __builtin_memcpy(&h, scales + 2 * r, 2);
-    return moe_f16_f32(h);
+    return moe_f16_f32(h) * (1.0f / (float)(1 << s.shift));
 }
 MOE_INLINE int strip_sub(struct strip_spec s, const uint8_t *scales, int sub_block, int r) {
     return s.sub ? (int8_t)scales[16 + 8 * sub_block + r] : 1;
@@ -65,10 +66,12 @@ MOE_INLINE void strip_dequantize_row(struct strip_spec s, float *y, const void *
     int16_t w[32];
     for (int b = 0; b < cols / 32; b++, code += strip_code_stride(s)) {
         const uint8_t *sc = scales + 32 * b / s.span * strip_scale_stride(s);
-        float d = strip_scale(sc, row % 8);
-        if (s.sub) d *= (float)strip_sub(s, sc, 32 * b % s.span / s.sub, row % 8);
+        float d = strip_scale(s, sc, row % 8);
         strip_decode32(s, w, code, row % 8);
-        for (int c = 0; c < 32; c++) y[32 * b + c] = d * (float)w[c];
+        for (int c = 0; c < 32; c++) {
+            float dl = s.sub ? d * (float)strip_sub(s, sc, (32 * b % s.span + c) / s.sub, row % 8) : d;
+            y[32 * b + c] = dl * (float)w[c];
+        }
     }
 }
 
@@ -87,9 +90,9 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
             for (int p = 0; p < s.span / 32; p++, code += strip_code_stride(s)) {
                 strip_decode32(s, w + 32 * p, code, row % 8);
                 for (int c = 0; c < 32; c++)
-                    w[32 * p + c] = (int16_t)(w[32 * p + c] * strip_sub(s, scales, s.sub ? 32 * p / s.sub : 0, row % 8));
+                    w[32 * p + c] = (int16_t)(w[32 * p + c] * strip_sub(s, scales, s.sub ? (32 * p + c) / s.sub : 0, row % 8));
             }
-            float d = strip_scale(scales, row % 8);
+            float d = strip_scale(s, scales, row % 8);
             for (int t = 0; t < num_tokens; t++) {
                 const int8_t *q = act[t].q + b * s.span;
                 int32_t isum = 0;

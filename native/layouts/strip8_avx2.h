@@ -68,7 +68,8 @@ MOE_INLINE void strip_signed(__m256i *is, __m256i w, const char *x, __m256i scal
     STRIP_PIN(*is);
 }
 
-MOE_INLINE void strip_dot_table(__m256i *is, const char *code, struct strip_x x, size_t col, int T, __m256i scale,
+/* scale: of columns 0..15, then of 16..31. */
+MOE_INLINE void strip_dot_table(__m256i *is, const char *code, struct strip_x x, size_t col, int T, const __m256i *scale,
                                 __m256i table) {
     const __m256i low = _mm256_set1_epi8(15);
     STRIP_UNROLL for (int g = 0; g < 4; g++) {
@@ -77,10 +78,16 @@ MOE_INLINE void strip_dot_table(__m256i *is, const char *code, struct strip_x x,
         __m256i lo = _mm256_shuffle_epi8(table, _mm256_and_si256(q, low));
         __m256i hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(q, 4), low));
         STRIP_UNROLL for (int t = 0; t < T; t++) {
-            strip_signed(&is[t], lo, x.q[t] + col + 8 * g, scale);
-            strip_signed(&is[t], hi, x.q[t] + col + 8 * g + 4, scale);
+            strip_signed(&is[t], lo, x.q[t] + col + 8 * g, scale[g / 2]);
+            strip_signed(&is[t], hi, x.q[t] + col + 8 * g + 4, scale[g / 2]);
         }
     }
+}
+
+/* int16 pairs (sub, sub) per row. */
+MOE_INLINE __m256i strip_sub8(const char *p) {
+    __m128i sub = _mm_loadl_epi64((const void *)p);
+    return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(sub, sub));
 }
 
 MOE_INLINE void strip_dot_byte(__m256i *is, const char *code, struct strip_x x, size_t col, int T, __m256i scale) {
@@ -96,7 +103,7 @@ MOE_INLINE void strip_rows8(struct strip_spec s, float *const *y, const char *st
                             struct strip_x x, int T) {
     const char *scales = strip, *code = strip + strip_code_offset(s, cols);
     __m256i table = s.table ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)s.table)) : _mm256_setzero_si256();
-    __m256i scale = _mm256_set1_epi16(1), minus = _mm256_set1_epi16((short)-s.offset);
+    __m256i scale[2] = {_mm256_set1_epi16(1), _mm256_set1_epi16(1)}, minus = _mm256_set1_epi16((short)-s.offset);
     __m256 acc[MOE_MAX_TOKENS];
     STRIP_UNROLL for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
     for (size_t col = 0, end = (size_t)cols, d = x.d; col < end; d += 4, scales += strip_scale_stride(s)) {
@@ -104,15 +111,16 @@ MOE_INLINE void strip_rows8(struct strip_spec s, float *const *y, const char *st
         STRIP_UNROLL for (int t = 0; t < T; t++) is[t] = _mm256_setzero_si256();
         for (int p = 0; p < s.span / 32; p++, col += 32, code += strip_code_stride(s)) {
             if (s.sub) {
-                __m128i sub = _mm_loadl_epi64((const void *)(scales + 16 + 8 * p));
-                scale = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(sub, sub));
-                minus = _mm256_mullo_epi16(scale, _mm256_set1_epi16((short)-s.offset));
+                scale[0] = strip_sub8(scales + 16 + 256 / s.sub * p);
+                scale[1] = s.sub == 16 ? strip_sub8(scales + 24 + 16 * p) : scale[0];
+                minus = _mm256_mullo_epi16(scale[0], _mm256_set1_epi16((short)-s.offset));
             }
-            if (s.bits == 8) strip_dot_byte(is, code, x, col, T, scale);
+            if (s.bits == 8) strip_dot_byte(is, code, x, col, T, scale[0]);
             else if (s.table) strip_dot_table(is, code, x, col, T, scale, table);
-            else strip_dot_plain(is, code, x, col, T, scale, minus);
+            else strip_dot_plain(is, code, x, col, T, scale[0], minus);
         }
         __m256 dw = _mm256_cvtph_ps(_mm_loadu_si128((const void *)scales));
+        if (s.shift) dw = _mm256_mul_ps(dw, _mm256_set1_ps(1.0f / (float)(1 << s.shift)));
         STRIP_UNROLL for (int t = 0; t < T; t++)
             acc[t] = _mm256_fmadd_ps(dw, _mm256_mul_ps(strip_float(x.q[t] + d), _mm256_cvtepi32_ps(is[t])), acc[t]);
     }

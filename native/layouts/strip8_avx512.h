@@ -39,11 +39,11 @@ MOE_INLINE __m512i strip_both(const char *a, const char *b) { /* 32 bytes of eac
 }
 MOE_INLINE int strip_offset(struct strip_spec s) { return s.bits == 8 || s.table ? 128 : s.offset; }
 
-/* sum[t] += sum over 32 columns of u * x. */
+/* sum[t] += sum over the columns of groups first .. last - 1 of u * x. */
 MOE_INLINE void strip_dot32(struct strip_spec s, __m512i *sum, const char *a, const char *b, struct strip_x x, size_t col,
-                            int T, __m512i table) {
+                            int T, __m512i table, int first, int last) {
     const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8((char)0x80);
-    STRIP_UNROLL for (int g = 0; g < strip_code_stride(s) / 32; g++) {
+    STRIP_UNROLL for (int g = first; g < last; g++) {
         __m512i q = strip_both(a + 32 * g, b + 32 * g);
         if (!(g & 1)) {
             _mm_prefetch(a + 32 * g + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
@@ -64,6 +64,26 @@ MOE_INLINE void strip_dot32(struct strip_spec s, __m512i *sum, const char *a, co
     }
 }
 
+/* Sub-scales of both strips. */
+MOE_INLINE __m512i strip_sub8(const char *a, const char *b) {
+    return _mm512_cvtepi8_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const void *)a), _mm_loadl_epi64((const void *)b)));
+}
+/* 32 columns with a sub-scale per 16: two half sums, each with its own start value. */
+MOE_INLINE void strip_sub16(struct strip_spec s, __m512i *is, const char *ca, const char *cb, const char *sa,
+                            const char *sb, struct strip_x x, size_t col, int T, __m512i table) {
+    for (int h = 0; h < 2; h++) {
+        __m512i sum[MOE_MAX_TOKENS], sub = strip_sub8(sa + 8 * h, sb + 8 * h);
+        STRIP_UNROLL for (int t = 0; t < T; t++) {
+            int16_t total;
+            __builtin_memcpy(&total, x.q[t] + x.sum16 + col / 8 + 2 * h, 2);
+            sum[t] = _mm512_set1_epi32(-strip_offset(s) * total);
+        }
+        int groups = strip_code_stride(s) / 64;
+        strip_dot32(s, sum, ca, cb, x, col, T, table, h * groups, (h + 1) * groups);
+        STRIP_UNROLL for (int t = 0; t < T; t++) is[t] = _mm512_add_epi32(is[t], _mm512_mullo_epi32(sum[t], sub));
+    }
+}
+
 /* Strips at a and b (the same one twice at an odd end), T tokens. */
 MOE_INLINE void strip_rows16(struct strip_spec s, float *const *y, const char *a, const char *b, int rows, int cols,
                              struct strip_x x, int T) {
@@ -77,14 +97,18 @@ MOE_INLINE void strip_rows16(struct strip_spec s, float *const *y, const char *a
     for (size_t col = 0, end = (size_t)cols, d = x.d; col < end;
          d += 4, a += strip_scale_stride(s), b += strip_scale_stride(s)) {
         __m512i is[MOE_MAX_TOKENS];
+        if (s.sub == 16)
+            STRIP_UNROLL for (int t = 0; t < T; t++) is[t] = _mm512_setzero_si512();
         for (int p = 0; p < s.span / 32; p++, col += 32, ca += strip_code_stride(s), cb += strip_code_stride(s)) {
             __m512i sum[MOE_MAX_TOKENS], sub = _mm512_setzero_si512();
+            if (s.sub == 16) {
+                strip_sub16(s, is, ca, cb, a + 16 + 16 * p, b + 16 + 16 * p, x, col, T, table);
+                continue;
+            }
             STRIP_UNROLL for (int t = 0; t < T; t++)
                 sum[t] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), minus, strip_four(x.q[t] + x.sum16 + col / 8));
-            strip_dot32(s, sum, ca, cb, x, col, T, table);
-            if (s.sub)
-                sub = _mm512_cvtepi8_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const void *)(a + 16 + 8 * p)),
-                                                              _mm_loadl_epi64((const void *)(b + 16 + 8 * p))));
+            strip_dot32(s, sum, ca, cb, x, col, T, table, 0, strip_code_stride(s) / 32);
+            if (s.sub) sub = strip_sub8(a + 16 + 8 * p, b + 16 + 8 * p);
             STRIP_UNROLL for (int t = 0; t < T; t++) {
                 __m512i v = s.sub ? _mm512_mullo_epi32(sum[t], sub) : sum[t];
                 is[t] = p ? _mm512_add_epi32(is[t], v) : v;
@@ -93,6 +117,7 @@ MOE_INLINE void strip_rows16(struct strip_spec s, float *const *y, const char *a
         __m256i h = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)a)),
                                             _mm_loadu_si128((const void *)b), 1);
         __m512 dw = _mm512_cvtph_ps(h);
+        if (s.shift) dw = _mm512_mul_ps(dw, _mm512_set1_ps(1.0f / (float)(1 << s.shift)));
         STRIP_UNROLL for (int t = 0; t < T; t++)
             acc[t] = _mm512_fmadd_ps(dw, _mm512_mul_ps(strip_float(x.q[t] + d), _mm512_cvtepi32_ps(is[t])), acc[t]);
     }
