@@ -120,8 +120,8 @@ struct experts_job {
     const struct moe_vector_ops *vec;
     float *out;
     const float *x;
-    char *act_x[3];       /* [T] per form; F32: x itself */
-    size_t act_x_stride[3];
+    char *act_x[MOE_NUM_ACT]; /* [T] per form; F32: x itself */
+    size_t act_x_stride[MOE_NUM_ACT];
     float *hidden;        /* [WINDOW, hidden_stride] */
     char *act_h;          /* [WINDOW] in the form of that expert's down */
     float *up;            /* [threads, 8, hidden_stride] */
@@ -248,7 +248,7 @@ struct experts_call { /* the public arguments that the steps below share */
     const struct moe_expert *const *table;
     const int32_t *expert_ids, *offsets, *assignments;
     int num_experts, num_tokens;
-    int forms[3], rows; /* activation forms of x in use; widest expert */
+    int forms[MOE_NUM_ACT], rows; /* activation forms of x in use; widest expert */
 };
 
 static int check_call(struct experts_call *c, int num_experts_per_tok, int *hidden_size, size_t *act_h_stride) {
@@ -278,7 +278,7 @@ static void activate_tokens(struct experts_job *j, const struct experts_call *c,
         if (!seen[t]) tokens[count++] = t;
         seen[t] = 1;
     }
-    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++)
+    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         if (c->forms[form]) moe_activate(j->ctx, j->act_x[form], form, j->x, tokens, count, j->hidden_size);
     j->act_x[MOE_ACT_F32] = (char *)j->x;
     j->act_x_stride[MOE_ACT_F32] = (size_t)j->hidden_size * sizeof(float);
@@ -293,15 +293,15 @@ static void *carve(char **p, size_t bytes) {
 static int run_experts(struct experts_job *j, const struct experts_call *c) {
     size_t window = (size_t)min_int(c->offsets[c->num_experts] - c->offsets[0], WINDOW), tokens = (size_t)c->num_tokens;
     j->hidden_stride = moe_round64((size_t)c->rows * sizeof(float)) / sizeof(float);
-    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++)
+    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         j->act_x_stride[form] = c->forms[form] ? moe_activation_bytes(form, j->hidden_size) : 0;
     size_t up_floats = (size_t)j->ctx->num_threads * MOE_MAX_TOKENS * j->hidden_stride;
-    char *p = moe_scratch(j->ctx, tokens * (j->act_x_stride[1] + j->act_x_stride[2] + 5) +
-                                      window * (j->hidden_stride * 4 + j->act_h_stride) +
-                                      up_floats * 4 + window * sizeof(struct unit) + 8 * 64);
+    size_t act_x_bytes = 0;
+    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) act_x_bytes += j->act_x_stride[form];
+    char *p = moe_scratch(j->ctx, tokens * (act_x_bytes + 5) + window * (j->hidden_stride * 4 + j->act_h_stride) +
+                                      up_floats * 4 + window * sizeof(struct unit) + (5 + MOE_NUM_ACT) * 64);
     if (!p) return MOE_NO_MEMORY;
-    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++)
-        j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);
+    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);
     j->hidden = carve(&p, window * j->hidden_stride * 4);
     j->act_h = carve(&p, window * j->act_h_stride);
     j->up = carve(&p, up_floats * 4);

@@ -20,7 +20,8 @@ struct moe_act_view {
     const int32_t *sum32;
 };
 static inline size_t moe_round64(size_t n) { return (n + 63) & ~(size_t)63; }
-static inline int moe_act_block(int activation) { return activation == MOE_ACT_Q8_256 ? 256 : 32; }
+enum { MOE_NUM_ACT = MOE_ACT_Q8_256_ROTATED + 1 };
+static inline int moe_act_block(int activation) { return activation >= MOE_ACT_Q8_256 ? 256 : 32; }
 static inline struct moe_act_view moe_act_view(const void *act, int activation, int cols) {
     const char *p = (const char *)act;
     struct moe_act_view v;

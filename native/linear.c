@@ -202,7 +202,7 @@ int moe_from_f32(struct moe_ctx *ctx, void *out, const float *in, int64_t n, int
 size_t moe_activation_bytes(int activation, int cols) {
     if (cols < 1) return 0;
     if (activation == MOE_ACT_F32) return moe_round64((size_t)cols * 4);
-    if (activation != MOE_ACT_Q8_32 && activation != MOE_ACT_Q8_256) return 0;
+    if (activation < MOE_ACT_Q8_32 || activation >= MOE_NUM_ACT) return 0;
     if (cols % moe_act_block(activation)) return 0;
     size_t n = (size_t)cols, scales = n / (size_t)moe_act_block(activation);
     return moe_round64(n) + moe_round64(scales * 4) + moe_round64(n / 16 * 2) + moe_round64(n / 32 * 4);
@@ -322,16 +322,16 @@ static void plan_linear(struct moe_ctx *ctx, struct linear_job *j) {
 /* Every form that some matrix wants is made once. */
 static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices,
                       const float *x, int num_tokens, int add) {
-    int cols = w[0]->cols, wanted[3] = {0};
-    size_t offset[3] = {0}, bytes = 0;
+    int cols = w[0]->cols, wanted[MOE_NUM_ACT] = {0};
+    size_t offset[MOE_NUM_ACT] = {0}, bytes = 0;
     for (int m = 0; m < num_matrices; m++) wanted[w[m]->layout->activation] = 1;
-    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++) {
+    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) {
         offset[form] = bytes;
         if (wanted[form]) bytes += (size_t)num_tokens * moe_activation_bytes(form, cols);
     }
     char *scratch = moe_scratch(ctx, bytes + (size_t)num_matrices * sizeof(struct linear_part));
     if (!scratch) return MOE_NO_MEMORY;
-    for (int form = MOE_ACT_Q8_32; form <= MOE_ACT_Q8_256; form++)
+    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         if (wanted[form]) moe_activate(ctx, scratch + offset[form], form, x, 0, num_tokens, cols);
     struct linear_part *parts = (struct linear_part *)(void *)(scratch + bytes);
     for (int m = 0; m < num_matrices; m++) {
@@ -377,6 +377,7 @@ int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const i
     if (!ctx || !y || !ids || num_tokens < 0 || !moe_matrix_ok(w)) return MOE_BAD_ARGUMENT;
     for (int t = 0; t < num_tokens; t++)
         if (ids[t] < 0 || ids[t] >= w->rows) return MOE_BAD_ARGUMENT;
+    if (w->layout->activation == MOE_ACT_Q8_256_ROTATED) return MOE_NO_KERNEL; /* its rows are not the weights */
     struct embed_job job = {y, w, scalar_layout(w->layout->name), ids};
     if (!job.exact || !job.exact->dequantize_row) return MOE_NO_KERNEL;
     uint32_t saved = moe_enter(ctx);

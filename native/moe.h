@@ -25,7 +25,8 @@ enum moe_status {
 enum moe_activation {
     MOE_ACT_F32 = 0,    /* float32 as they are */
     MOE_ACT_Q8_32 = 1,  /* int8 with a float32 scale per 32 columns */
-    MOE_ACT_Q8_256 = 2  /* int8 with a float32 scale per 256 columns */
+    MOE_ACT_Q8_256 = 2, /* int8 with a float32 scale per 256 columns */
+    MOE_ACT_Q8_256_ROTATED = 3 /* rotated (native/rotation.h), then like MOE_ACT_Q8_256 */
 };
 
 struct moe_ctx;

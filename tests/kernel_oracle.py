@@ -11,7 +11,7 @@ from engine.kernels import ffi
 
 GUARD = 16  # floats before and after every output row
 POISON = np.uint32(0x7FC0DEAD)  # a NaN nobody computes
-ACT_F32, ACT_Q8_32, ACT_Q8_256 = 0, 1, 2
+ACT_F32, ACT_Q8_32, ACT_Q8_256, ACT_Q8_256_ROTATED = 0, 1, 2, 3
 SHAPES_ROWS = (1, 7, 8, 9, 17, 24)
 SHAPES_COLS = (1, 15, 32, 33, 96, 160, 256, 512, 640, 2816, 2880)
 
@@ -78,7 +78,7 @@ def quantize_q8(x, block):
 
 
 def activation(x, form):
-    """(memory form, float64 values it stands for) of one token."""
+    """(memory form, float64 values it stands for) of one token; for the rotated form, of one that is rotated already."""
     if form == ACT_F32:
         memory = aligned(4 * len(x))
         memory[:] = x.astype(np.float32).view(np.uint8)
@@ -108,18 +108,24 @@ def random_storage(name, rows, cols, rng, limit=1e4):
         blocks[bad] = rng.integers(0, 256, (int(bad.sum()), f.block_bytes), dtype=np.uint8)
 
 
-def refuses(name, *ones):
-    """Whether a block that is zero except for bytes of ones at these positions is refused as non-finite."""
+MOST_SCALE_BYTES = 3  # that an exponent is spread over: one in a half, two in a float, more where a half is scattered
+
+
+def refuses(name, first, last):
+    """Whether a block that is zero except for ones in bytes first .. last is refused as non-finite."""
     f = FORMATS[name]
     block = np.zeros(f.block_bytes, np.uint8)
-    block[[i for i in ones if i >= 0]] = 0xFF
+    block[max(first, 0) : last + 1] = 0xFF
     return first_bad_block(name, block, f.block_len) == 0
 
 
 def scale_bytes(name):
-    """Positions of the high bytes of the scales: ones up to there are refused, ones that stop before are not."""
-    positions = range(FORMATS[name].block_bytes)
-    return [i for i in positions if refuses(name, i - 1, i) and not refuses(name, i - 2, i - 1)]
+    """Positions of the high bytes of the scales: the shortest runs of ones that are refused end there."""
+    for length in range(1, MOST_SCALE_BYTES + 1):
+        found = [i for i in range(FORMATS[name].block_bytes) if refuses(name, i - length + 1, i)]
+        if found:
+            return found
+    return []
 
 
 def filled_storage(name, byte, rows, cols):

@@ -1,4 +1,4 @@
-"""Registry: every sibling module that defines FORMAT is a weight format, under the name of its file."""
+"""Registry: every sibling module that defines FORMAT is a weight format, under its own name."""
 
 from importlib import import_module
 from pathlib import Path
@@ -9,11 +9,12 @@ from ._base import Format
 
 __all__ = ["FORMATS", "Format", "format_of_ggml_type", "get_format"]
 
-FORMATS: dict[str, Format] = {
-    path.stem: import_module(f"{__name__}.{path.stem}").FORMAT
+MODULES = (
+    import_module(f"{__name__}.{path.stem}")
     for path in sorted(Path(__file__).parent.glob("*.py"))
     if not path.stem.startswith("_")
-}
+)
+FORMATS: dict[str, Format] = {module.FORMAT.name: module.FORMAT for module in MODULES}
 
 
 def get_format(name: str) -> Format:

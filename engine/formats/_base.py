@@ -13,7 +13,8 @@ class Format:
     """A storage format: how the weights of a row lie in a file.
 
     dequantize: uint8 [rows, row_bytes(cols)], cols -> float32 [rows, cols]. max_relative_error bounds our quantizer on
-    Gaussian weights, as RMS of the error over RMS of the weights; None where the format is only read.
+    Gaussian weights, as RMS of the error over RMS of the weights; None where the format is only read. rotate: x -> x Q
+    where rows hold W Q and not W (dequantize gives the stored rows).
     """
 
     name: str
@@ -25,6 +26,7 @@ class Format:
     dequantize: Callable[[np.ndarray, int], np.ndarray]
     max_relative_error: float | None
     source: str
+    rotate: Callable[[np.ndarray], np.ndarray] | None = None
 
     def row_bytes(self, cols: int) -> int:
         """Bytes of a row of `cols` weights. Raises: FormatError when blocks do not fit."""

@@ -2,6 +2,7 @@
  * vectorise: no loop below has an order to lose, except the reductions, which name theirs. Definitions, with reasons:
  * docs/arithmetic.md. Reductions keep element i in lane i mod 16 and end in v16_reduce_add's fixed tree. */
 #include "tier.h"
+#include "rotation.h"
 #include "vec16.h"
 #include <float.h>
 
@@ -85,13 +86,39 @@ MOE_INLINE void quantize_block(int8_t *q, float *d, int16_t *sum16, int32_t *sum
     for (int g = 0; g < n / 32; g++) sum32[g] = 0;
 }
 
+/* Signs of the tile lengths 256 .. 32768, length n at byte n / 8; made once, by the first that asks. */
+static const uint8_t *rotation_signs(int n) {
+    static uint8_t bits[ROTATION_SIGN_BYTES];
+    static int state; /* 0 nothing, 1 being made, 2 there */
+    int expected = 0;
+    if (__atomic_load_n(&state, __ATOMIC_ACQUIRE) != 2) {
+        if (__atomic_compare_exchange_n(&state, &expected, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE)) {
+            for (int k = ROTATION_MIN; k <= ROTATION_MAX; k *= 2) rotation_make_signs(bits + k / 8, k);
+            __atomic_store_n(&state, 2, __ATOMIC_RELEASE);
+        }
+        while (__atomic_load_n(&state, __ATOMIC_ACQUIRE) != 2) continue; /* some ten microseconds, once */
+    }
+    return bits + n / 8;
+}
+
+__attribute__((noinline)) static void quantize_rotated(int8_t *q, float *d, int16_t *sum16, int32_t *sum32, const float *x, int cols) {
+    float tile[ROTATION_MAX]; /* 128 KiB of stack: not inlined, so that only this form needs them */
+    for (int at = 0, n; at < cols; at += n) {
+        n = rotation_length(cols - at);
+        rotation_tile(tile, x + at, n, rotation_signs(n));
+        for (int b = 0; b < n / 256; b++)
+            quantize_block(q + at + 256 * b, d + at / 256 + b, sum16 + at / 16 + 16 * b, sum32 + at / 32 + 8 * b, tile + 256 * b, 256);
+    }
+}
+
 static void quantize_q8(void *act, const float *x, int cols, int activation) {
     struct moe_act_view v = moe_act_view(act, activation, cols);
     int8_t *q = (int8_t *)v.q;
     float *d = (float *)v.d;
     int16_t *sum16 = (int16_t *)v.sum16;
     int32_t *sum32 = (int32_t *)v.sum32;
-    if (activation == MOE_ACT_Q8_256)
+    if (activation == MOE_ACT_Q8_256_ROTATED) quantize_rotated(q, d, sum16, sum32, x, cols);
+    else if (activation == MOE_ACT_Q8_256)
         for (int b = 0; b < cols / 256; b++)
             quantize_block(q + 256 * b, d + b, sum16 + 16 * b, sum32 + 8 * b, x + 256 * b, 256);
     else

@@ -1,0 +1,149 @@
+/* e8-iq3: the codebook of iq3_xxs over rotated rows, 256 values in 98 bytes. Our own format.
+ *
+ *   0   64 index bytes, one per 4 values
+ *   64  8 u32, one per 32 values: four 7-bit signs (one per 8 values) and, on top, 4-bit c
+ *   96  fp16 d
+ *   y = sign * grid / 2 * d * (c + 1/2) / 2;  grid values 4, 12, 20, 28, 36, 44, 52, 62; the eighth sign makes the
+ *   negatives even
+ *
+ * A block is an iq3_xxs block with d doubled and moved to the end. Rows hold W Q (rotation.h), so the layout,
+ * nib8_e8_iq3, wants rotated activations. Lossless: y = d / 4 * (2c + 1) * +-grid/2; 98 bytes become 138.
+ * Quantizer: rotate; make the negatives of every 8 even by giving the smallest magnitude the other sign; d = rms / 20 +
+ * 1e-12; per 32 the best of the 16 codes, every 4 values taking the nearest codebook entry (ties: the first). */
+#include "grid.h"
+#if MOE_TIER_ID == MOE_SCALAR
+#include "rotation.h"
+#endif
+/* The name holds a '-', so it overrides the one that the macro derives. */
+#pragma GCC diagnostic ignored "-Woverride-init"
+enum { BLOCK_BYTES = 98, SUBS = 8 };
+
+MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b + 96); }
+MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
+    const uint8_t *q = b + 0 + 8 * p;
+    uint32_t s = get32(b + 64 + 4 * p);
+    sub[0] = (uint8_t)(2 * (s >> 28) + 1);
+    for (int g = 0; g < 4; g++)
+        word[g] = grid_iq3_xxs[q[2 * g]] | grid_iq3_xxs[q[2 * g + 1]] << 4 | sign_word(even_signs(s >> 7 * g));
+}
+#if MOE_TIER_ID == MOE_AVX2
+MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
+    __m256i q[2] = {rows32(b + 0 + 8 * p, row_at), rows32(b + 4 + 8 * p, row_at)}, s = rows32(b + 64 + 4 * p, row_at);
+    sub[0] = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(s, 28), 1), _mm256_set1_epi32(1));
+    for (int g = 0; g < 4; g++) {
+        __m256i left = words8(grid_iq3_xxs, field8(q[g / 2], 16 * (g & 1), 8));
+        __m256i right = _mm256_slli_epi32(words8(grid_iq3_xxs, field8(q[g / 2], 16 * (g & 1) + 8, 8)), 4);
+        word[g] = _mm256_or_si256(_mm256_or_si256(left, right), sign_words8(even_signs8(field8(s, 7 * g, 7)), 0));
+    }
+}
+#endif
+
+#if MOE_TIER_ID == MOE_SCALAR || MOE_TIER_ID == MOE_AVX2
+#include "grid_strip.h"
+#endif
+
+#if MOE_TIER_ID == MOE_SCALAR
+struct codebook {
+    float value[4][256]; /* grid / 2 */
+    float square[256];   /* sum of the squares of the four */
+};
+
+static void make_codebook(struct codebook *k) {
+    static const float magnitude[8] = {2, 6, 10, 14, 18, 22, 26, 31};
+    for (int i = 0; i < 256; i++) {
+        k->square[i] = 0;
+        for (int j = 0; j < 4; j++) {
+            float v = magnitude[grid_iq3_xxs[i] >> 8 * j & 7];
+            k->value[j][i] = v;
+            k->square[i] += v * v;
+        }
+    }
+}
+
+/* Eight values to magnitudes and seven sign bits. The one whose sign had to change gets a negative magnitude. */
+static uint32_t split_signs(float *m, const float *x) {
+    uint32_t signs = 0;
+    int smallest = 0;
+    for (int c = 0; c < 8; c++) {
+        m[c] = __builtin_fabsf(x[c]);
+        signs |= (uint32_t)(x[c] < 0) << c;
+        if (m[c] < m[smallest]) smallest = c;
+    }
+    if (__builtin_parity(signs)) {
+        signs ^= 1u << smallest;
+        m[smallest] = -m[smallest];
+    }
+    return signs & 127;
+}
+
+/* |m - db g|^2 = |m|^2 + db (db |g|^2 - 2 m.g): the smallest bracket over the codebook, dot2 = 2 m.g. */
+static float best_bracket(const float *dot2, const float *square, float db) {
+    float best[8];
+    for (int j = 0; j < 8; j++) best[j] = db * square[j] - dot2[j];
+    for (int i = 8; i < 256; i += 8)
+        for (int j = 0; j < 8; j++) {
+            float v = db * square[i + j] - dot2[i + j];
+            best[j] = v < best[j] ? v : best[j];
+        }
+    for (int j = 1; j < 8; j++) best[0] = best[j] < best[0] ? best[j] : best[0];
+    return best[0];
+}
+static int best_entry(const float *dot2, const float *square, float db) {
+    float best = best_bracket(dot2, square, db);
+    for (int i = 0; i < 256; i++)
+        if (db * square[i] - dot2[i] == best) return i;
+    return 0; /* not finite: the scale is refused anyway */
+}
+
+/* 32 values: eight indices; returns signs and code. */
+static uint32_t quantize_group(uint8_t *index, const float *x, float d, const struct codebook *k) {
+    float m[32], dot2[8][256], least = 0, chosen = 0;
+    uint32_t packed = 0, code = 0;
+    for (int g = 0; g < 4; g++) packed |= split_signs(m + 8 * g, x + 8 * g) << 7 * g;
+    for (int v = 0; v < 8; v++) {
+        const float *p = m + 4 * v;
+        for (int i = 0; i < 256; i++)
+            dot2[v][i] = 2 * ((p[0] * k->value[0][i] + p[1] * k->value[1][i]) + (p[2] * k->value[2][i] + p[3] * k->value[3][i]));
+    }
+    for (int c = 0; c < 16; c++) {
+        float db = d * ((float)c + 0.5f) * 0.5f, sum = 0;
+        for (int v = 0; v < 8; v++) sum += best_bracket(dot2[v], k->square, db);
+        if (!c || db * sum < least) least = db * sum, code = (uint32_t)c, chosen = db;
+    }
+    for (int v = 0; v < 8; v++) index[v] = (uint8_t)best_entry(dot2[v], k->square, chosen);
+    return packed | code << 28;
+}
+
+static void quantize_block(uint8_t *b, const float *x, const struct codebook *k) {
+    double sum = 0;
+    for (int c = 0; c < 256; c++) sum += (double)x[c] * (double)x[c];
+    uint16_t d16 = moe_f32_f16((float)(__builtin_sqrt(sum / 256) / 20 + 1e-12));
+    float d = moe_f16_f32(d16);
+    for (int p = 0; p < 8; p++) put32(b + 64 + 4 * p, quantize_group(b + 8 * p, x + 32 * p, d, k));
+    put16(b + 96, d16);
+}
+
+static void quantize_row(void *blocks, const float *x, int cols) {
+    float tile[ROTATION_MAX];
+    uint8_t signs[ROTATION_MAX / 8], *b = blocks;
+    struct codebook k;
+    make_codebook(&k);
+    for (int at = 0, n; at < cols; at += n) {
+        n = rotation_length(cols - at);
+        rotation_make_signs(signs, n);
+        rotation_tile(tile, x + at, n, signs);
+        for (int i = 0; i < n; i += 256, b += BLOCK_BYTES) quantize_block(b, tile + i, &k);
+    }
+}
+
+MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES, .layout = "nib8_e8_iq3",
+                  .encode_strip = encode_strip, .quantize_row = quantize_row, .check_row = check_row);
+#elif MOE_TIER_ID == MOE_AVX2
+MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES, .layout = "nib8_e8_iq3",
+                  .encode_strip = encode_strip);
+#elif MOE_TIER_ID == MOE_AVX512
+MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .same_as = "avx2",
+                  .why = "a strip is eight rows, which is one AVX2 register per group; the table reads bound it");
+#else
+#error "e8_iq3: no codec for this tier; write one or state MOE_FORMAT_SAME_AS with a reason"
+#endif
