@@ -78,7 +78,7 @@ def quantize_q8(x, block):
 
 
 def activation(x, form):
-    """(memory form, float64 values it stands for) of one token; for the rotated form, of one that is rotated already."""
+    """(memory form, float64 values it stands for) of one token; the rotated form takes it as rotated already."""
     if form == ACT_F32:
         memory = aligned(4 * len(x))
         memory[:] = x.astype(np.float32).view(np.uint8)
