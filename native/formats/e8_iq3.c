@@ -13,6 +13,9 @@
 #include "grid.h"
 #if MOE_TIER_ID == MOE_SCALAR
 #include "rotation.h"
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #endif
 /* The name holds a '-', so it overrides the one that the macro derives. */
 #pragma GCC diagnostic ignored "-Woverride-init"
@@ -43,22 +46,37 @@ MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m
 #endif
 
 #if MOE_TIER_ID == MOE_SCALAR
+typedef float lanes __attribute__((vector_size(16)));
+enum { ENTRIES = 256 / 4 }; /* vectors of four codebook entries */
+
 struct codebook {
-    float value[4][256]; /* grid / 2 */
-    float square[256];   /* sum of the squares of the four */
+    lanes value[4][ENTRIES]; /* grid / 2 */
+    lanes square[ENTRIES];   /* sum of the squares of the four */
 };
 
 static void make_codebook(struct codebook *k) {
     static const float magnitude[8] = {2, 6, 10, 14, 18, 22, 26, 31};
     for (int i = 0; i < 256; i++) {
-        k->square[i] = 0;
+        float sum = 0;
         for (int j = 0; j < 4; j++) {
             float v = magnitude[grid_iq3_xxs[i] >> 8 * j & 7];
-            k->value[j][i] = v;
-            k->square[i] += v * v;
+            k->value[j][i / 4][i % 4] = v;
+            sum += v * v;
         }
+        k->square[i / 4][i % 4] = sum;
     }
 }
+
+MOE_INLINE lanes smaller(lanes a, lanes b) { /* a < b ? a : b */
+#ifdef __SSE2__
+    return _mm_min_ps(a, b);
+#else
+    for (int j = 0; j < 4; j++) a[j] = a[j] < b[j] ? a[j] : b[j];
+    return a;
+#endif
+}
+
+MOE_INLINE float scale_of_code(float d, uint32_t c) { return d * ((float)c + 0.5f) * 0.5f; }
 
 /* Eight values to magnitudes and seven sign bits. The one whose sign had to change gets a negative magnitude. */
 static uint32_t split_signs(float *m, const float *x) {
@@ -77,40 +95,53 @@ static uint32_t split_signs(float *m, const float *x) {
 }
 
 /* |m - db g|^2 = |m|^2 + db (db |g|^2 - 2 m.g): the smallest bracket over the codebook, dot2 = 2 m.g. */
-static float best_bracket(const float *dot2, const float *square, float db) {
-    float best[8];
-    for (int j = 0; j < 8; j++) best[j] = db * square[j] - dot2[j];
-    for (int i = 8; i < 256; i += 8)
-        for (int j = 0; j < 8; j++) {
-            float v = db * square[i + j] - dot2[i + j];
-            best[j] = v < best[j] ? v : best[j];
-        }
-    for (int j = 1; j < 8; j++) best[0] = best[j] < best[0] ? best[j] : best[0];
-    return best[0];
+static float best_bracket(const lanes *dot2, const lanes *square, float db) {
+    lanes best[4];
+    for (int j = 0; j < 4; j++) best[j] = db * square[j] - dot2[j];
+    for (int i = 4; i < ENTRIES; i += 4)
+        for (int j = 0; j < 4; j++) best[j] = smaller(db * square[i + j] - dot2[i + j], best[j]);
+    best[0] = smaller(smaller(best[0], best[1]), smaller(best[2], best[3]));
+    float least = best[0][0];
+    for (int j = 1; j < 4; j++) least = best[0][j] < least ? best[0][j] : least;
+    return least;
 }
-static int best_entry(const float *dot2, const float *square, float db) {
+static int best_entry(const lanes *dot2, const lanes *square, float db) {
     float best = best_bracket(dot2, square, db);
     for (int i = 0; i < 256; i++)
-        if (db * square[i] - dot2[i] == best) return i;
+        if (db * square[i / 4][i % 4] - dot2[i / 4][i % 4] == best) return i;
     return 0; /* not finite: the scale is refused anyway */
 }
 
-/* 32 values: eight indices; returns signs and code. */
+/* Squared error of the group at scale db, or something larger than `enough` once that is certain. */
+static float group_error(const lanes (*dot2)[ENTRIES], const float *energy, const struct codebook *k, float db, float enough) {
+    float sum = 0;
+    for (int v = 0; v < 8; v++) {
+        sum += energy[v] + db * best_bracket(dot2[v], k->square, db);
+        if (sum > enough) break;
+    }
+    return sum;
+}
+
+/* 32 values: eight indices; returns signs and code. The codes are tried from the likely ones outwards, which lets most
+ * of the others stop early; on a tie the lowest code wins. */
 static uint32_t quantize_group(uint8_t *index, const float *x, float d, const struct codebook *k) {
-    float m[32], dot2[8][256], least = 0, chosen = 0;
+    static const uint8_t order[16] = {5, 4, 6, 3, 7, 2, 8, 1, 9, 0, 10, 11, 12, 13, 14, 15};
+    float m[32], energy[8], least = __builtin_inff();
+    lanes dot2[8][ENTRIES];
     uint32_t packed = 0, code = 0;
     for (int g = 0; g < 4; g++) packed |= split_signs(m + 8 * g, x + 8 * g) << 7 * g;
     for (int v = 0; v < 8; v++) {
         const float *p = m + 4 * v;
-        for (int i = 0; i < 256; i++)
+        energy[v] = (p[0] * p[0] + p[1] * p[1]) + (p[2] * p[2] + p[3] * p[3]);
+        for (int i = 0; i < ENTRIES; i++)
             dot2[v][i] = 2 * ((p[0] * k->value[0][i] + p[1] * k->value[1][i]) + (p[2] * k->value[2][i] + p[3] * k->value[3][i]));
     }
-    for (int c = 0; c < 16; c++) {
-        float db = d * ((float)c + 0.5f) * 0.5f, sum = 0;
-        for (int v = 0; v < 8; v++) sum += best_bracket(dot2[v], k->square, db);
-        if (!c || db * sum < least) least = db * sum, code = (uint32_t)c, chosen = db;
+    for (int i = 0; i < 16; i++) {
+        uint32_t c = order[i];
+        float error = group_error(dot2, energy, k, scale_of_code(d, c), least);
+        if (error < least || (error == least && c < code)) least = error, code = c;
     }
-    for (int v = 0; v < 8; v++) index[v] = (uint8_t)best_entry(dot2[v], k->square, chosen);
+    for (int v = 0; v < 8; v++) index[v] = (uint8_t)best_entry(dot2[v], k->square, scale_of_code(d, code));
     return packed | code << 28;
 }
 

@@ -54,7 +54,7 @@ static const struct moe_format *format_of(struct parity *p, int tier, const char
 static const char *mismatch(const struct moe_format *f, const struct moe_layout *l) {
     if (f->block_len < 1 || f->block_bytes < 1 || f->block_bytes > MAX_BLOCK_BYTES) return "block size out of range";
     if (l->strip_rows != 1 && l->strip_rows != 8) return "strip_rows is neither 1 nor 8";
-    if (l->activation < MOE_ACT_F32 || l->activation > MOE_ACT_Q8_256) return "unknown activation form";
+    if (l->activation < MOE_ACT_F32 || l->activation >= MOE_NUM_ACT) return "unknown activation form";
     if (l->block_len % f->block_len && f->block_len % l->block_len) return "block_len of format and layout do not fit";
     return 0;
 }
@@ -200,7 +200,7 @@ static const void *activation(struct parity *p, const struct moe_layout *l, int 
     for (int c = 0; c < cols; c++) x_rows[token][c] = activation_value(p, token, c);
     PARITY_UNFENCE(act, ACT_BYTES);
     if (l->activation == MOE_ACT_F32) __builtin_memcpy(act, x_rows[token], bytes);
-    else p->vec_scalar->quantize_q8(act, x_rows[token], cols, l->activation);
+    else p->vec_scalar->quantize_q8(act, x_rows[token], cols, block == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32); /* unrotated: keeps the extremes */
     PARITY_FENCE(act + bytes, ACT_BYTES - bytes);
     return act;
 }

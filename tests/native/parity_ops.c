@@ -46,7 +46,7 @@ static void op_quantize_q8(struct parity *p) {
     unsigned char *got = (unsigned char *)(void *)got_row, *want = (unsigned char *)(void *)want_row;
     for (int kind = 0; kind < NUM_ROW_KINDS; kind++)
         for (int c = 0; c < LENGTH(cols_list); c++)
-            for (int activation = MOE_ACT_Q8_32; activation <= MOE_ACT_Q8_256; activation++) {
+            for (int activation = MOE_ACT_Q8_32; activation < MOE_NUM_ACT; activation++) {
                 int cols = cols_list[c];
                 if (cols % moe_act_block(activation)) continue;
                 parity_where(p, row_label[kind], cols, "activation form", activation, 0, 0);
