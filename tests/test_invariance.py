@@ -15,6 +15,7 @@ FORMATS = {
     "f32": {"experts": "f32", "dense": "f32"},
     "f16 and bf16": {"experts": "bf16", "dense": "f16"},
     "q8_0": {"experts": "q8_0", "dense": "q8_0"},
+    "e8-iq3": {"experts": "e8-iq3", "dense": "e8-iq3", "embed": "q8_0", "head": "e8-iq3"},
     "q4_0, iq4_xs": {"experts": "q4_0", "down": "iq4_xs", "dense": "iq4_xs", "head": "q8_0"},
 }
 NUM_TOKENS = 75  # more than one attention chunk

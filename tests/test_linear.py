@@ -22,6 +22,7 @@ from native_calls import (
 )
 
 FORMATS = ["f32", "f16", "bf16", "q8_0", "q4_0"]
+WITH_ROTATED = [*FORMATS, "e8-iq3"]  # whose rows cannot be read back through moe_embed
 COLS = 256
 # Relative RMS of the product against float64 of the stored weights and float activations.
 TOLERANCE = {"f32": 1e-6, "f16": 1e-6, "bf16": 1e-6, "q8_0": 2e-2, "q4_0": 2e-2}
@@ -42,7 +43,7 @@ def test_linear_matches_float64(tier, fmt):
     assert np.sqrt(((got - want) ** 2).mean() / (want**2).mean()) <= TOLERANCE[fmt]
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", WITH_ROTATED)
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_token_does_not_depend_on_its_company(tier, fmt):
     ctx, x = context(tier, 2), normal(4, 37, COLS)
@@ -56,7 +57,7 @@ def test_a_token_does_not_depend_on_its_company(tier, fmt):
     assert_same_bits(linear(ctx, [w], np.ascontiguousarray(x[order]))[0], single[order])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", WITH_ROTATED)
 def test_linear_gives_the_same_bits_on_every_tier_and_thread_count(fmt):
     x = normal(8, 9, COLS)
     results = []
@@ -80,9 +81,8 @@ def test_many_tokens_and_few_rows_are_cut_by_token_without_a_trace():
 def test_several_matrices_share_one_call(num_tokens):
     """Mixed layouts, so that each activation form is made once and used by its own matrices."""
     ctx, x = context(None, 2), normal(13, num_tokens, COLS)
-    matrices = [
-        Matrix(ctx, fmt, normal(i, 40 + i, COLS), normal(i, 40 + i)) for i, fmt in enumerate([*FORMATS, "iq4_xs"])
-    ]
+    formats = enumerate([*WITH_ROTATED, "iq4_xs"])
+    matrices = [Matrix(ctx, fmt, normal(i, 40 + i, COLS), normal(i, 40 + i)) for i, fmt in formats]
     for got, w in zip(linear(ctx, matrices, x), matrices, strict=True):
         assert_same_bits(got, linear(ctx, [w], x)[0])
 
@@ -99,7 +99,7 @@ def test_add_is_old_value_plus_finished_product(fmt, with_bias):
         assert_same_bits(plain, linear(ctx, [w], x)[0] + w.bias)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", WITH_ROTATED)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_activations_reach_the_output(fmt, bad):
     ctx, x = context(None, 2), normal(18, 9, COLS)
@@ -152,6 +152,13 @@ def test_embed_checks_ids_and_equals_the_stored_rows():
     for wrong in (-1, 21):
         ids[1] = wrong
         assert lib.moe_embed(ctx, pointer(y), w.cdata, pointer(ids, "int32_t *"), 4) == lib.MOE_BAD_ARGUMENT
+
+
+def test_embed_refuses_rotated_rows():
+    ctx, ids, y = context(), np.zeros(1, np.int32), poisoned(1, COLS)
+    w = Matrix(ctx, "e8-iq3", normal(26, 8, COLS))
+    assert lib.moe_embed(ctx, pointer(y), w.cdata, pointer(ids, "int32_t *"), 1) == lib.MOE_NO_KERNEL
+    assert np.isnan(y).all()
 
 
 # ---- storage ----
@@ -270,6 +277,7 @@ MIXED = [
     ("f32", "q4_0", "iq4_xs"),
     ("iq4_xs", "iq4_xs", "q8_0"),
     ("f16", "bf16", "f16"),
+    ("e8-iq3", "iq4_xs", "e8-iq3"),
 ]
 
 
@@ -295,14 +303,14 @@ def test_experts_equal_the_separate_calls(tier, bias, num_tokens):
 
 def test_experts_give_the_same_bits_for_every_tier_thread_count_and_arrival():
     x = normal(31, 40, HIDDEN)
-    ids = np.stack([np.random.default_rng(t).permutation(5)[:2] for t in range(40)]).astype(np.int32)
+    ids = np.stack([np.random.default_rng(t).permutation(len(MIXED))[:2] for t in range(40)]).astype(np.int32)
     results = []
     for tier in TIERS:
         for threads in (1, 2, 3, 4):
             ctx = context(tier, threads)
             experts = make_experts(ctx, MIXED)
             results.append(run_experts(ctx, experts, x, ids))
-            chosen, offsets, assignments = route_plan(ids, 5)
+            chosen, offsets, assignments = route_plan(ids, len(MIXED))
             out = poisoned(ids.size, HIDDEN)
             for i in np.random.default_rng(threads).permutation(len(chosen)):
                 before = out.copy()
@@ -318,7 +326,7 @@ def test_experts_give_the_same_bits_for_every_tier_thread_count_and_arrival():
 def test_experts_do_not_depend_on_the_number_of_tokens(parts):
     ctx, x = context(None, 2), normal(32, 37, HIDDEN)
     experts = make_experts(ctx, MIXED)
-    ids = np.stack([np.random.default_rng(t).permutation(5)[:2] for t in range(37)]).astype(np.int32)
+    ids = np.stack([np.random.default_rng(t).permutation(len(MIXED))[:2] for t in range(37)]).astype(np.int32)
     whole, cuts = run_experts(ctx, experts, x, ids), np.cumsum([0, *parts])
     got = [run_experts(ctx, experts, x[a:b].copy(), ids[a:b].copy()) for a, b in itertools.pairwise(cuts)]
     assert_same_bits(np.concatenate(got), whole)
@@ -360,7 +368,7 @@ def test_experts_refuse_bad_arguments():
         assert lib.moe_experts(ctx, pointer(out), experts.table, *arrays, 2, pointer(x), 2, 2) == lib.MOE_BAD_ARGUMENT
     assert np.isnan(out).all()
     experts.cdata[1].up.cols = 512
-    plan = [pointer(a, "int32_t *") for a in route_plan(ids, 5)]
+    plan = [pointer(a, "int32_t *") for a in route_plan(ids, len(MIXED))]
     assert lib.moe_experts(ctx, pointer(out), experts.table, *plan, 2, pointer(x), 2, 2) == lib.MOE_BAD_ARGUMENT
 
 
