@@ -30,7 +30,8 @@ MOE_INLINE __m256i field8(__m256i v, int at, int bits) {
 }
 /* sign_word of byte `byte` of every lane. */
 MOE_INLINE __m256i sign_words8(__m256i s, int byte) {
-    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12,
+                                            0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
     const __m256i low = _mm256_set1_epi32(0x08040201), high = _mm256_set1_epi32((int)0x80402010u);
     __m256i b = _mm256_shuffle_epi8(s, _mm256_add_epi8(spread, _mm256_set1_epi8((char)byte)));
     __m256i l = _mm256_cmpeq_epi8(_mm256_and_si256(b, low), low), h = _mm256_cmpeq_epi8(_mm256_and_si256(b, high), high);
