@@ -301,7 +301,8 @@ static int run_experts(struct experts_job *j, const struct experts_call *c) {
     char *p = moe_scratch(j->ctx, tokens * (act_x_bytes + 5) + window * (j->hidden_stride * 4 + j->act_h_stride) +
                                       up_floats * 4 + window * sizeof(struct unit) + (5 + MOE_NUM_ACT) * 64);
     if (!p) return MOE_NO_MEMORY;
-    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);
+    for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
+        j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);
     j->hidden = carve(&p, window * j->hidden_stride * 4);
     j->act_h = carve(&p, window * j->act_h_stride);
     j->up = carve(&p, up_floats * 4);

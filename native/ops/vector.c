@@ -101,13 +101,15 @@ static const uint8_t *rotation_signs(int n) {
     return bits + n / 8;
 }
 
-__attribute__((noinline)) static void quantize_rotated(int8_t *q, float *d, int16_t *sum16, int32_t *sum32, const float *x, int cols) {
+__attribute__((noinline))
+static void quantize_rotated(int8_t *q, float *d, int16_t *sum16, int32_t *sum32, const float *x, int cols) {
     float tile[ROTATION_MAX]; /* 128 KiB of stack: not inlined, so that only this form needs them */
     for (int at = 0, n; at < cols; at += n) {
         n = rotation_length(cols - at);
         rotation_tile(tile, x + at, n, rotation_signs(n));
         for (int b = 0; b < n / 256; b++)
-            quantize_block(q + at + 256 * b, d + at / 256 + b, sum16 + at / 16 + 16 * b, sum32 + at / 32 + 8 * b, tile + 256 * b, 256);
+            quantize_block(q + at + 256 * b, d + at / 256 + b, sum16 + at / 16 + 16 * b, sum32 + at / 32 + 8 * b,
+                           tile + 256 * b, 256);
     }
 }
 
