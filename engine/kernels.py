@@ -165,7 +165,7 @@ class Context:
         """Storage bytes of one row."""
         self._check_cols(format_name, cols)
         table = self.format(format_name)
-        return cols // table.block_len * table.block_bytes
+        return cols // table.block_len * table.block_bytes + table.row_extra_bytes
 
     def quantize(self, format_name: str, x: np.ndarray) -> np.ndarray:
         """float32 [rows, cols] to storage rows, uint8 [rows, row_bytes]."""

@@ -58,6 +58,7 @@ struct moe_format {
     int version;         /* of the byte layout; a file with another one is refused */
     int block_len;       /* weights per block */
     int block_bytes;     /* bytes per block */
+    int row_extra_bytes; /* bytes behind the blocks of a row (a scale of the whole row), mostly 0 */
     const char *layout;  /* name of the compute layout it re-codes to */
     /* num_rows (1..strip_rows) storage rows, row_bytes apart, into one strip; absent rows become zero weights. */
     void (*encode_strip)(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols);

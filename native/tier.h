@@ -28,6 +28,8 @@
 #elif MOE_TIER_ID != MOE_SCALAR
 #include <immintrin.h>
 #endif
+/* A table's name is its C identifier; a name with a '-' is given after it and wins. */
+#pragma GCC diagnostic ignored "-Woverride-init"
 #define MOE_CAT_(a, b) a##b
 #define MOE_CAT(a, b)  MOE_CAT_(a, b)
 #define MOE_STR_(a)    #a

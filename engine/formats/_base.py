@@ -27,6 +27,7 @@ class Format:
     max_relative_error: float | None
     source: str
     rotate: Callable[[np.ndarray], np.ndarray] | None = None
+    row_extra_bytes: int = 0  # bytes behind the blocks of a row
 
     def row_bytes(self, cols: int) -> int:
         """Bytes of a row of `cols` weights. Raises: FormatError when blocks do not fit."""
@@ -35,7 +36,7 @@ class Format:
                 f"format {self.name}: got rows of {cols} weights, expected a positive multiple of {self.block_len}; "
                 "store this tensor in a format with shorter blocks"
             )
-        return cols // self.block_len * self.block_bytes
+        return cols // self.block_len * self.block_bytes + self.row_extra_bytes
 
     @property
     def bits_per_weight(self) -> float:

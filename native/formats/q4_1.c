@@ -1,0 +1,26 @@
+/* q4_1: 32 values in 20 bytes.
+ *
+ *   0  fp16 d
+ *   2  fp16 m
+ *   4  16 bytes: low nibbles are elements 0..15, high nibbles 16..31
+ *   y = q * d + m
+ *
+ * Produced by GGUF quantizers. Layout nib8_q4_1, lossless: 20 bytes stay 20. */
+#include "strip.h"
+struct block { uint8_t d[2]; uint8_t m[2]; uint8_t q[16]; };
+_Static_assert(sizeof(struct block) == 20, "q4_1 block");
+
+static void unpack(struct strip_unit *u, const uint8_t *block) {
+    const struct block *b = (const void *)block;
+    put16(u->scale[0], get16(b->d));
+    put16(u->min, get16(b->m));
+    split_nibbles(u->code, u->code + 16, b->q, 16);
+}
+static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
+    const struct unit_spec s = {.cols = 32, .block_bytes = 20, .spans = 1, .scale_bytes = 2, .min = 1, .bits = 4};
+    encode_units(s, strip, rows, row_bytes, num_rows, cols, unpack);
+}
+SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f16(blocks, cols / 32, 20, 0, 2); })
+
+MOE_EXPORT_FORMAT(q4_1, .version = 1, .block_len = 32, .block_bytes = 20, .layout = "nib8_q4_1",
+                  .encode_strip = encode_strip, SCALAR_ONLY(.check_row = check_row));

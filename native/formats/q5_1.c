@@ -1,0 +1,29 @@
+/* q5_1: 32 values in 24 bytes.
+ *
+ *   0  fp16 d
+ *   2  fp16 m
+ *   4  32 fifth bits, bit j belongs to element j
+ *   8  16 bytes: low nibbles are elements 0..15, high nibbles 16..31
+ *   y = q * d + m
+ *
+ * Produced by GGUF quantizers. Layout byte8_q5_1 (codes 0..31), lossless: 24 bytes become 36. */
+#include "strip.h"
+struct block { uint8_t d[2]; uint8_t m[2]; uint8_t high[4]; uint8_t q[16]; };
+_Static_assert(sizeof(struct block) == 24, "q5_1 block");
+
+static void unpack(struct strip_unit *u, const uint8_t *block) {
+    const struct block *b = (const void *)block;
+    uint32_t high = get32(b->high);
+    put16(u->scale[0], get16(b->d));
+    put16(u->min, get16(b->m));
+    split_nibbles(u->code, u->code + 16, b->q, 16);
+    for (int j = 0; j < 32; j++) u->code[j] = (uint8_t)(u->code[j] | (high >> j & 1) << 4);
+}
+static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
+    const struct unit_spec s = {.cols = 32, .block_bytes = 24, .spans = 1, .scale_bytes = 2, .min = 1, .bits = 8};
+    encode_units(s, strip, rows, row_bytes, num_rows, cols, unpack);
+}
+SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f16(blocks, cols / 32, 24, 0, 2); })
+
+MOE_EXPORT_FORMAT(q5_1, .version = 1, .block_len = 32, .block_bytes = 24, .layout = "byte8_q5_1",
+                  .encode_strip = encode_strip, SCALAR_ONLY(.check_row = check_row));
