@@ -94,8 +94,7 @@ int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, 
     if (!format->encode_strip) return MOE_NO_KERNEL;
     if (cols % format->block_len || !moe_same_name(format->layout, layout->name)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
-    struct encode_job job = {out, rows_in, format, layout,
-                             (size_t)(cols / format->block_len) * (size_t)format->block_bytes,
+    struct encode_job job = {out, rows_in, format, layout, moe_row_bytes(format, cols),
                              layout->strip_bytes(cols), rows, cols};
     int64_t strips = ((int64_t)rows + layout->strip_rows - 1) / layout->strip_rows;
     parallel_spans(ctx, strips, MIN_TASK_BYTES / (int64_t)job.strip_bytes + 1, encode_strips, &job);
@@ -127,7 +126,7 @@ int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float
     if (!f || !f->quantize_row) return MOE_NO_KERNEL;
     if (cols % f->block_len) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
-    struct quantize_job job = {ctx->vec, f, out, x, (size_t)(cols / f->block_len) * (size_t)f->block_bytes, cols, 0};
+    struct quantize_job job = {ctx->vec, f, out, x, moe_row_bytes(f, cols), cols, 0};
     parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, quantize_rows, &job);
     return moe_leave(ctx, saved, job.bad ? MOE_NONFINITE : MOE_OK);
 }
@@ -158,7 +157,7 @@ int64_t moe_check_rows(struct moe_ctx *ctx, const char *format, const void *rows
     if (cols % f->block_len) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     int64_t blocks = cols / f->block_len;
-    struct check_job job = {f, rows_in, (size_t)blocks * (size_t)f->block_bytes, blocks, cols, INT64_MAX};
+    struct check_job job = {f, rows_in, moe_row_bytes(f, cols), blocks, cols, INT64_MAX};
     parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, check_rows, &job);
     moe_leave(ctx, saved, MOE_OK);
     return job.first_bad == INT64_MAX ? -1 : job.first_bad;

@@ -11,6 +11,9 @@ int moe_matrix_ok(const struct moe_matrix *w);
 void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count,
                   int cols);
 
+static inline size_t moe_row_bytes(const struct moe_format *f, int cols) { /* storage bytes of one row */
+    return (size_t)(cols / f->block_len) * (size_t)f->block_bytes + (size_t)f->row_extra_bytes;
+}
 static inline int moe_strips(const struct moe_matrix *w) {
     return (int)(((int64_t)w->rows + w->layout->strip_rows - 1) / w->layout->strip_rows);
 }

@@ -4,8 +4,11 @@
  *   2  16 bytes: low nibbles are elements 0..15, high nibbles 16..31
  *   y = d * K[q]
  *
- * Produced by GGUF quantizers. Layout nib8_iq4_nl, lossless: 18 bytes stay 18. */
+ * Produced by GGUF quantizers. Layout nib8_iq4_nl, lossless: 18 bytes stay 18.
+ * Quantizer: the scale that a weighted least-squares fit prefers among several placements (iq4.h), then the better of
+ * its fp16 neighbours. */
 #include "strip.h"
+#include "iq4.h"
 struct block { uint8_t d[2]; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 18, "iq4_nl block");
 
@@ -18,7 +21,26 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
     const struct unit_spec s = {.cols = 32, .block_bytes = 18, .spans = 1, .scale_bytes = 2, .bits = 4, .zero = 8};
     encode_units(s, strip, rows, row_bytes, num_rows, cols, unpack);
 }
+#if MOE_TIER_ID == MOE_SCALAR
+static void quantize_block(struct block *b, const float *x) {
+    float weight[32], mean = 0, least = 0;
+    for (int c = 0; c < 32; c++) mean += x[c] * x[c];
+    for (int c = 0; c < 32; c++) weight[c] = mean / 32 + x[c] * x[c];
+    uint16_t near = moe_f32_f16(iq4_scale(x, weight)), d16 = near;
+    for (int step = -1; step <= 1; step++) { /* fp16 bit patterns next to each other are values next to each other */
+        if ((near & 0x7fff) == 0 || !finite16((uint16_t)(near + step))) continue;
+        float e = iq4_error(x, weight, moe_f16_f32((uint16_t)(near + step)));
+        if (step == -1 || e < least) least = e, d16 = (uint16_t)(near + step);
+    }
+    float d = moe_f16_f32(d16), inverse = d != 0 ? 1.0f / d : 0;
+    put16(b->d, d16);
+    for (int c = 0; c < 16; c++) b->q[c] = (uint8_t)(iq4_code(x[c] * inverse) | iq4_code(x[c + 16] * inverse) << 4);
+}
+static void quantize_row(void *blocks, const float *x, int cols) {
+    for (int i = 0; i < cols / 32; i++) quantize_block((struct block *)blocks + i, x + 32 * i);
+}
+#endif
 SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f16(blocks, cols / 32, 18, 0, -1); })
 
 MOE_EXPORT_FORMAT(iq4_nl, .version = 1, .block_len = 32, .block_bytes = 18, .layout = "nib8_iq4_nl",
-                  .encode_strip = encode_strip, SCALAR_ONLY(.check_row = check_row));
+                  .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));

@@ -12,6 +12,7 @@
  * sub-scales on a common d, then the best of the neighbouring sub-scales. Relative RMS error on Gaussian data: see
  * engine/formats/iq4_xs.py. */
 #include "strip.h"
+#include "iq4.h"
 struct block { uint8_t d[2]; uint8_t scales_h[2]; uint8_t scales_l[4]; uint8_t q[128]; };
 _Static_assert(sizeof(struct block) == 136, "iq4_xs block");
 
@@ -42,68 +43,13 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
 }
 
 #if MOE_TIER_ID == MOE_SCALAR
-static const float table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
-/* Codebook value and index nearest to v (the lower one on a tie), by counting the midpoints below v. */
-MOE_INLINE float nearest(float v) {
-    float k = table[0];
-    for (int i = 0; i < 15; i++) k += v > 0.5f * (table[i] + table[i + 1]) ? table[i + 1] - table[i] : 0.0f;
-    return k;
-}
-MOE_INLINE int nearest_code(float v) {
-    int q = 0;
-    for (int i = 0; i < 15; i++) q += v > 0.5f * (table[i] + table[i + 1]);
-    return q;
-}
-
-struct fit { float xk, kk; }; /* weighted sums of x * k and k * k: best scale xk / kk, gain xk^2 / kk */
-static struct fit fit32(const float *x, const float *weight, float inverse) {
-    float xk[4] = {0}, kk[4] = {0};
-    for (int c = 0; c < 32; c += 4)
-        for (int j = 0; j < 4; j++) {
-            float k = nearest(x[c + j] * inverse), wk = weight[c + j] * k;
-            xk[j] += wk * x[c + j];
-            kk[j] += wk * k;
-        }
-    return (struct fit){(xk[0] + xk[1]) + (xk[2] + xk[3]), (kk[0] + kk[1]) + (kk[2] + kk[3])};
-}
-
-/* Scale of one sub-block: the value of largest magnitude is laid near either end of the codebook, a few placements
- * each; the best weighted fit wins. 0 for an all-zero sub-block. */
-static float best_scale(const float *x, const float *weight) {
-    float m = 0, best = 0, scale = 0;
-    for (int c = 0; c < 32; c++)
-        if (__builtin_fabsf(x[c]) > __builtin_fabsf(m)) m = x[c];
-    if (__builtin_fabsf(m) < 1e-30f) return 0;
-    for (int end = 0; end < 16; end += 15)
-        for (int step = -4; step <= 6; step++) {
-            struct fit f = fit32(x, weight, table[end] * (1.0f - 0.03f * (float)step) / m);
-            if (f.kk > 0 && f.xk * f.xk > best * f.kk) {
-                scale = f.xk / f.kk;
-                best = f.xk * scale;
-            }
-        }
-    return scale;
-}
-
-/* Weighted squared error of the sub-block at a given scale. */
-static float error32(const float *x, const float *weight, float scale) {
-    float inverse = scale != 0 ? 1.0f / scale : 0, e[4] = {0};
-    for (int c = 0; c < 32; c += 4)
-        for (int j = 0; j < 4; j++) {
-            float r = x[c + j] - scale * nearest(x[c + j] * inverse);
-            e[j] += weight[c + j] * r * r;
-        }
-    return (e[0] + e[1]) + (e[2] + e[3]);
-}
-
 static void quantize_block(struct block *b, const float *x) {
     float weight[256], scale[8], top = 0, mean = 0;
     for (int c = 0; c < 256; c++) mean += x[c] * x[c];
     mean /= 256;
     for (int c = 0; c < 256; c++) weight[c] = mean + x[c] * x[c]; /* large weights matter more, small ones still count */
     for (int p = 0; p < 8; p++) {
-        scale[p] = best_scale(x + 32 * p, weight + 32 * p);
+        scale[p] = iq4_scale(x + 32 * p, weight + 32 * p);
         if (__builtin_fabsf(scale[p]) > __builtin_fabsf(top)) top = scale[p];
     }
     uint16_t d16 = moe_f32_f16(top / -32.0f); /* the largest sub-scale is -32, the one end that reaches 32 */
@@ -114,12 +60,12 @@ static void quantize_block(struct block *b, const float *x) {
         int near = (int)moe_round_even(ratio < -32 ? -32 : ratio > 31 ? 31 : ratio), choice = 0;
         for (int s = near - 1; s <= near + 1; s++) {
             if (s < -32 || s > 31) continue;
-            float e = error32(x + 32 * p, weight + 32 * p, d * (float)s);
+            float e = iq4_error(x + 32 * p, weight + 32 * p, d * (float)s);
             if (s == near - 1 || s == -32 || e < best) best = e, choice = s;
         }
         float dl = d * (float)choice, inverse = dl != 0 ? 1.0f / dl : 0;
         for (int c = 0; c < 16; c++)
-            b->q[16 * p + c] = (uint8_t)(nearest_code(x[32 * p + c] * inverse) | nearest_code(x[32 * p + 16 + c] * inverse) << 4);
+            b->q[16 * p + c] = (uint8_t)(iq4_code(x[32 * p + c] * inverse) | iq4_code(x[32 * p + 16 + c] * inverse) << 4);
         low |= (uint32_t)((choice + 32) & 15) << 4 * p;
         high |= (uint32_t)((choice + 32) >> 4) << 2 * p;
     }

@@ -7,8 +7,11 @@
  *   48  128 bytes, 32 per 64 values: low nibbles are the first 32, high nibbles the second
  *   y = d * sc * q - dmin * mn
  *
- * Produced by GGUF quantizers. Layout byte8_q5_k (codes 0..31), lossless: 176 bytes become 276. */
+ * Produced by GGUF quantizers. Layout byte8_q5_k (codes 0..31), lossless: 176 bytes become 276.
+ * Quantizer: per 32 a least-squares (scale, minimum) over several placements of the codes, sub-scales and minima on common
+ * 6-bit grids with their neighbours tried, then the codes (affine.h). */
 #include "strip.h"
+#include "affine.h"
 struct block { uint8_t d[2]; uint8_t dmin[2]; uint8_t scales[12]; uint8_t high[32]; uint8_t q[128]; };
 _Static_assert(sizeof(struct block) == 176, "q5_k block");
 
@@ -25,7 +28,32 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
     const struct super_spec s = {.block_bytes = 176, .subs = 8, .min = 1, .bits = 8};
     encode_supers(s, strip, rows, row_bytes, num_rows, cols, unpack);
 }
+#if MOE_TIER_ID == MOE_SCALAR
+static void quantize_block(struct block *b, const float *x) {
+    struct affine fit[8];
+    float top_scale = 0, top_min = 0;
+    for (int p = 0; p < 8; p++) {
+        fit[p] = fit_affine(x + 32 * p, 31);
+        if (fit[p].scale > top_scale) top_scale = fit[p].scale;
+        if (fit[p].min > top_min) top_min = fit[p].min;
+    }
+    uint16_t d16 = moe_f32_f16(top_scale / 63.0f), dmin16 = moe_f32_f16(top_min / 63.0f);
+    uint8_t sub[8], min[8], q[256];
+    for (int p = 0; p < 8; p++) refine_affine(&sub[p], &min[p], q + 32 * p, x + 32 * p, fit[p], moe_f16_f32(d16), moe_f16_f32(dmin16), 31);
+    put16(b->d, d16);
+    put16(b->dmin, dmin16);
+    pack_pairs6(b->scales, sub, min);
+    clear(b->high, 32);
+    for (int g = 0; g < 8; g++)
+        for (int l = 0; l < 32; l++) b->high[l] |= (uint8_t)(q[32 * g + l] >> 4 << g);
+    for (int g = 0; g < 4; g++)
+        for (int l = 0; l < 32; l++) b->q[32 * g + l] = (uint8_t)((q[64 * g + l] & 15) | (q[64 * g + 32 + l] & 15) << 4);
+}
+static void quantize_row(void *blocks, const float *x, int cols) {
+    for (int i = 0; i < cols / 256; i++) quantize_block((struct block *)blocks + i, x + 256 * i);
+}
+#endif
 SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f16(blocks, cols / 256, 176, 0, 2); })
 
 MOE_EXPORT_FORMAT(q5_k, .version = 1, .block_len = 256, .block_bytes = 176, .layout = "byte8_q5_k",
-                  .encode_strip = encode_strip, SCALAR_ONLY(.check_row = check_row));
+                  .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));

@@ -6,7 +6,9 @@
  *   208  fp16 d
  *   y = d * sc * (q - 32)
  *
- * Produced by GGUF quantizers. Layout byte8_q6_k (q - 32 as int8), lossless: 210 bytes become 274. */
+ * Produced by GGUF quantizers. Layout byte8_q6_k (q - 32 as int8), lossless: 210 bytes become 274.
+ * Quantizer: per 16 the scale that a weighted least-squares fit prefers among several placements, int8 sub-scales on a
+ * common d with their neighbours tried, then the codes. */
 #include "strip.h"
 struct block { uint8_t low[128]; uint8_t high[64]; int8_t scales[16]; uint8_t d[2]; };
 _Static_assert(sizeof(struct block) == 210, "q6_k block");
@@ -28,7 +30,73 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
     const struct super_spec s = {.block_bytes = 210, .subs = 16, .bits = 8};
     encode_supers(s, strip, rows, row_bytes, num_rows, cols, unpack);
 }
+#if MOE_TIER_ID == MOE_SCALAR
+/* Weighted error of 16 values at one scale, codes -32..31. */
+static float error16(const float *x, const float *weight, float scale) {
+    float inverse = scale != 0 ? 1.0f / scale : 0, e = 0;
+    for (int c = 0; c < 16; c++) {
+        float v = x[c] * inverse, q = moe_round_even(v > 31 ? 31 : v < -32 ? -32 : v), r = x[c] - scale * q;
+        e += weight[c] * r * r;
+    }
+    return e;
+}
+static float best_scale(const float *x, const float *weight) {
+    float m = 0, best = 0, scale = 0;
+    for (int c = 0; c < 16; c++)
+        if (__builtin_fabsf(x[c]) > __builtin_fabsf(m)) m = x[c];
+    if (__builtin_fabsf(m) < 1e-30f) return 0;
+    for (int step = -9; step <= 9; step++) {
+        float inverse = -(32.0f + 0.1f * (float)step) / m, xq = 0, qq = 0;
+        for (int c = 0; c < 16; c++) {
+            float v = x[c] * inverse, q = moe_round_even(v > 31 ? 31 : v < -32 ? -32 : v);
+            xq += weight[c] * x[c] * q;
+            qq += weight[c] * q * q;
+        }
+        if (qq > 0 && xq * xq > best * qq) scale = xq / qq, best = xq * scale;
+    }
+    return scale;
+}
+static void quantize_block(struct block *b, const float *x) {
+    float weight[256], scale[16], top = 0;
+    for (int c = 0; c < 256; c++) weight[c] = x[c] * x[c];
+    for (int j = 0; j < 16; j++) {
+        float mean = 0;
+        for (int c = 0; c < 16; c++) mean += weight[16 * j + c] / 16;
+        for (int c = 0; c < 16; c++) weight[16 * j + c] += mean;
+        scale[j] = best_scale(x + 16 * j, weight + 16 * j);
+        if (__builtin_fabsf(scale[j]) > __builtin_fabsf(top)) top = scale[j];
+    }
+    uint16_t d16 = moe_f32_f16(top / -128.0f);
+    float d = moe_f16_f32(d16);
+    uint8_t code[256];
+    for (int j = 0; j < 16; j++) {
+        float ratio = d != 0 ? scale[j] / d : 0, best = 0;
+        int near = (int)moe_round_even(ratio > 127 ? 127 : ratio < -128 ? -128 : ratio), choice = near, first = 1;
+        for (int s = near - 1; s <= near + 1; s++) {
+            float e = error16(x + 16 * j, weight + 16 * j, d * (float)s);
+            if (s >= -128 && s <= 127 && (first || e < best)) best = e, choice = s, first = 0;
+        }
+        b->scales[j] = (int8_t)choice;
+        float inverse = d * (float)choice != 0 ? 1.0f / (d * (float)choice) : 0;
+        for (int c = 0; c < 16; c++) {
+            float v = x[16 * j + c] * inverse;
+            code[16 * j + c] = (uint8_t)(moe_round_even(v > 31 ? 31 : v < -32 ? -32 : v == v ? v : 0) + 32);
+        }
+    }
+    put16(b->d, d16);
+    clear(b->high, 64);
+    for (int half = 0; half < 2; half++) {
+        const uint8_t *q = code + 128 * half;
+        for (int l = 0; l < 64; l++) b->low[64 * half + l] = (uint8_t)((q[l] & 15) | (q[l + 64] & 15) << 4);
+        for (int k = 0; k < 4; k++)
+            for (int l = 0; l < 32; l++) b->high[32 * half + l] |= (uint8_t)(q[32 * k + l] >> 4 << 2 * k);
+    }
+}
+static void quantize_row(void *blocks, const float *x, int cols) {
+    for (int i = 0; i < cols / 256; i++) quantize_block((struct block *)blocks + i, x + 256 * i);
+}
+#endif
 SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f16(blocks, cols / 256, 210, 208, -1); })
 
 MOE_EXPORT_FORMAT(q6_k, .version = 1, .block_len = 256, .block_bytes = 210, .layout = "byte8_q6_k",
-                  .encode_strip = encode_strip, SCALAR_ONLY(.check_row = check_row));
+                  .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
