@@ -5,7 +5,7 @@
  *   6  16 bytes: low nibbles are elements 0..15, high nibbles 16..31
  *   y = (q - 16) * d
  *
- * Produced by GGUF quantizers. Layout byte8_q8_0 (q - 16 as int8), lossless: 22 bytes become 34.
+ * Produced by GGUF quantizers. Layout byte8_q5_0 (q - 16 as int8), lossless: 22 bytes become 34.
  * Quantizer: d = m / -16 with m the value of largest magnitude (the first of several), q = trunc(x / d + 16.5) at
  * most 31; byte-equal to gguf.quants. */
 #include "strip.h"
@@ -46,5 +46,5 @@ static void quantize_row(void *blocks, const float *x, int cols) {
 #endif
 SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f16(blocks, cols / 32, 22, 0, -1); })
 
-MOE_EXPORT_FORMAT(q5_0, .version = 1, .block_len = 32, .block_bytes = 22, .layout = "byte8_q8_0",
+MOE_EXPORT_FORMAT(q5_0, .version = 1, .block_len = 32, .block_bytes = 22, .layout = "byte8_q5_0",
                   .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));

@@ -4,47 +4,78 @@
  *   strip = [ scale area | pad to 64 ][ code area | pad to 64 ]           eight rows, all columns
  *   codes, nib8:  per 32 columns [4 groups][8 rows][4 bytes]; low nibbles columns 8g..8g+3, high nibbles 8g+4..8g+7
  *   codes, byte8: per 32 columns [8 groups][8 rows][4 bytes]; group g is columns 4g..4g+3
- *   scales, span 32:  per 32 columns [8 rows] fp16
- *   scales, span 256: per 256 columns [8 rows] fp16, then [256 / sub sub-blocks][8 rows] int8
+ *   scales, span 16, 32, 64, 128:  per span [8 rows] float scale (fp16, float32, E8M0 or E4M3), then if min [8 rows] fp16 m
+ *   scales, span 0 (a row):         [8 rows] float scale
+ *   scales, span 256:               per 256 columns [8 rows] fp16 d, if min [8 rows] fp16 dmin, then [256 / sub][8 rows]
+ *                                   int8 sub-scales, then if min as many uint8 minima mn
  *
  * Lane = row: a broadcast of four activation bytes meets the same four columns of eight rows, so no horizontal add is
- * ever needed and one float accumulator per (row, token) runs over the spans in order:
- *   acc = fma(d_w, d_x * (float)isum, acc),  isum = exact int32 sum of code * sub-scale * x over the span.
+ * ever needed and one float accumulator per (row, token) runs over the blocks in order. A block is 256 columns for span
+ * 256, 16 for span 16, else 32 (the activation's own block; a longer span reuses its scale):
+ *   acc = fma(d_w, d_x * (float)isum, acc),       isum = exact int32 sum of code * sub-scale * x over the block
+ *   acc = fma(m_w, d_x * (float)sum(x), acc)      span 32 with min: weight = d * q + m
+ *   acc = fma(-dmin_w, d_x * (float)msum, acc)    span 256 with min, msum = sum over sub-blocks of mn * sum(x)
  *
- * Range: |code| <= 128, |x| <= 127, |sub-scale| <= 128. Span 32: |isum| <= 32*128*127 = 520192. Span 256:
- * |isum| <= 256*128*127*128 = 532676608 < 2^31. code * sub-scale fits int16 while it is <= 32767: 127*128 = 16256. */
+ * Range: |code| <= 128, |x| <= 127, |sub-scale| <= 128, mn <= 255. Block of 32: |isum| <= 32*128*127 = 520192. Block of
+ * 256: |isum| <= 256*128*127*128 = 532676608 < 2^31; |msum| <= 256*127*255 < 2^24. code * sub-scale fits int16 while it
+ * is <= 32767: 127*128 = 16256. */
 #ifndef MOE_STRIP8_H
 #define MOE_STRIP8_H
 #include "tier.h"
 
 /* Everything a kernel needs to know at compile time; always a literal, so that the template folds to straight code. */
 struct strip_spec {
-    int bits;             /* 4: nib8, 8: byte8 (codes are the int8 weights themselves) */
-    int offset;           /* nib8 weight = code - offset when there is no table */
-    const int8_t *table;  /* NULL or the 16 weights */
-    int span;             /* columns per float scale: 32 or 256 */
-    int sub;              /* columns per int8 sub-scale: 16, 32, 0: none */
+    int bits;             /* 4: nib8, 8: byte8 */
+    int offset;           /* weight = u - offset with u = 0 .. reach; nib8 without a table: u is the code itself */
+    int reach;            /* largest u that occurs, at most 129; 0: weights up to +-128 that no offset makes small */
+    const int8_t *table;  /* nib8: NULL or the 16 weights */
+    int span;             /* columns per float scale: 16, 32, 64, 128, 256, or 0 for a row */
+    int scale;            /* enum strip_scale_kind */
+    int sub;              /* span 256: columns per int8 sub-scale: 16, 32, 0: none */
+    int min;              /* 1: span 32 or 256 with a minimum */
     int shift;            /* the float scale counts 2^-shift times (exact: fp16 has 2^-24, float32 goes to 2^-149) */
 };
+enum strip_scale_kind { STRIP_F16, STRIP_F32, STRIP_E8M0, STRIP_E4M3 };
 
 MOE_INLINE int strip_activation(struct strip_spec s) { return s.span == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32; }
-MOE_INLINE int strip_scale_stride(struct strip_spec s) { return 16 + (s.sub ? s.span / s.sub * 8 : 0); }
+MOE_INLINE int strip_scale_bytes(struct strip_spec s) { return s.scale == STRIP_F32 ? 4 : s.scale == STRIP_F16 ? 2 : 1; }
+MOE_INLINE int strip_scale_stride(struct strip_spec s) { /* bytes per span */
+    int sub = s.sub ? s.span / s.sub * 8 : 0;
+    return 8 * strip_scale_bytes(s) + sub + (s.min ? 16 + sub : 0);
+}
+MOE_INLINE int strip_sub_at(struct strip_spec s) { return s.min ? 32 : 16; } /* span 256, from the start of its scales */
+MOE_INLINE int strip_min_at(struct strip_spec s) { return strip_sub_at(s) + s.span / (s.sub ? s.sub : s.span) * 8; }
 MOE_INLINE int strip_code_stride(struct strip_spec s) { return 8 * s.bits * 4; } /* per 32 columns */
 MOE_INLINE size_t strip_code_offset(struct strip_spec s, int cols) {
-    return moe_round64((size_t)(cols / s.span) * (size_t)strip_scale_stride(s));
+    return moe_round64((size_t)(s.span ? cols / s.span : 1) * (size_t)strip_scale_stride(s));
 }
 MOE_INLINE size_t strip_size(struct strip_spec s, int cols) {
     return strip_code_offset(s, cols) + moe_round64((size_t)(cols / 32) * (size_t)strip_code_stride(s));
 }
 
-/* Scales of row r in one span. */
-MOE_INLINE float strip_scale(struct strip_spec s, const uint8_t *scales, int r) {
-    uint16_t h;
-    __builtin_memcpy(&h, scales + 2 * r, 2);
-    return moe_f16_f32(h) * (1.0f / (float)(1 << s.shift));
+/* ---- scales of row r in one span ---- */
+MOE_INLINE uint16_t strip_u16(const uint8_t *p) { uint16_t h; __builtin_memcpy(&h, p, 2); return h; }
+MOE_INLINE float strip_e8m0(int e) { return moe_bits_f32(e < 2 ? 0x00200000u << e : (uint32_t)(e - 1) << 23); } /* 2^(e-128) */
+MOE_INLINE float strip_e4m3(int v) { /* half the value of an unsigned E4M3 (bias 7); 0x7f counts as 0, bit 7 is not read */
+    int e = v >> 3 & 15, m = v & 7;
+    return v == 0x7f ? 0 : e ? moe_bits_f32((uint32_t)(e + 119) << 23 | (uint32_t)m << 20) : (float)m * 0.0009765625f;
 }
-MOE_INLINE int strip_sub(struct strip_spec s, const uint8_t *scales, int sub_block, int r) {
-    return s.sub ? (int8_t)scales[16 + 8 * sub_block + r] : 1;
+MOE_INLINE float strip_scale(struct strip_spec s, const uint8_t *scales, int r) {
+    if (s.scale == STRIP_E8M0) return strip_e8m0(scales[r]);
+    if (s.scale == STRIP_E4M3) return strip_e4m3(scales[r]);
+    if (s.scale == STRIP_F16) return moe_f16_f32(strip_u16(scales + 2 * r)) * (1.0f / (float)(1 << s.shift));
+    uint32_t u;
+    __builtin_memcpy(&u, scales + 4 * r, 4);
+    return moe_bits_f32(u);
+}
+MOE_INLINE float strip_minimum(struct strip_spec s, const uint8_t *scales, int r) {
+    return moe_f16_f32(strip_u16(scales + 8 * strip_scale_bytes(s) + 2 * r));
+}
+MOE_INLINE int strip_sub(struct strip_spec s, const uint8_t *scales, int col, int r) { /* col within the span */
+    return s.sub ? (int8_t)scales[strip_sub_at(s) + 8 * (col / s.sub) + r] : 1;
+}
+MOE_INLINE int strip_mn(struct strip_spec s, const uint8_t *scales, int col, int r) {
+    return scales[strip_min_at(s) + 8 * (col / s.sub) + r];
 }
 
 /* The 32 weights of row r in one group of 32 columns, without any scale. */
@@ -59,46 +90,53 @@ MOE_INLINE void strip_decode32(struct strip_spec s, int16_t *w, const uint8_t *c
     }
 }
 
-/* float32 row in the storage format's own rounding: (d * sub) first, then times the code. */
+/* float32 row in the storage format's own rounding: (d * sub) first, then times the code, then the minimum. */
 MOE_INLINE void strip_dequantize_row(struct strip_spec s, float *y, const void *weights, int cols, int row) {
-    const uint8_t *scales = (const uint8_t *)weights + (size_t)(row / 8) * strip_size(s, cols);
-    const uint8_t *code = scales + strip_code_offset(s, cols);
+    const uint8_t *strip = (const uint8_t *)weights + (size_t)(row / 8) * strip_size(s, cols);
+    const int r = row % 8;
     int16_t w[32];
-    for (int b = 0; b < cols / 32; b++, code += strip_code_stride(s)) {
-        const uint8_t *sc = scales + 32 * b / s.span * strip_scale_stride(s);
-        float d = strip_scale(s, sc, row % 8);
-        strip_decode32(s, w, code, row % 8);
-        for (int c = 0; c < 32; c++) {
-            float dl = s.sub ? d * (float)strip_sub(s, sc, (32 * b % s.span + c) / s.sub, row % 8) : d;
-            y[32 * b + c] = dl * (float)w[c];
-        }
+    for (int col = 0; col < cols; col++) {
+        const uint8_t *sc = strip + (s.span ? col / s.span * strip_scale_stride(s) : 0);
+        if (col % 32 == 0) strip_decode32(s, w, strip + strip_code_offset(s, cols) + (size_t)(col / 32) * (size_t)strip_code_stride(s), r);
+        const int in_span = s.span ? col % s.span : 0;
+        float d = strip_scale(s, sc, r);
+        if (s.sub) d *= (float)strip_sub(s, sc, in_span, r);
+        float v = d * (float)w[col % 32];
+        if (s.min) v = s.span == 256 ? v - strip_minimum(s, sc, r) * (float)strip_mn(s, sc, in_span, r) : v + strip_minimum(s, sc, r);
+        y[col] = v;
     }
 }
 
 #if MOE_TIER_ID == MOE_SCALAR
-/* The definition of the result, in plain C. */
+/* The definition of the result, in plain C: one row, one block of the activation (256, 32 or, for span 16, half of it). */
+MOE_INLINE float strip_block(struct strip_spec s, float acc, const int16_t *w, const uint8_t *sc, const int8_t *q, float dx,
+                             int len, int r) {
+    int32_t isum = 0, msum = 0;
+    for (int c = 0; c < len; c++) {
+        isum += w[c] * strip_sub(s, sc, c, r) * q[c];
+        if (s.min) msum += (s.span == 256 ? strip_mn(s, sc, c, r) : 1) * q[c];
+    }
+    acc = moe_fmaf(strip_scale(s, sc, r), dx * (float)isum, acc);
+    if (!s.min) return acc;
+    float m = strip_minimum(s, sc, r);
+    return moe_fmaf(s.span == 256 ? -m : m, dx * (float)msum, acc);
+}
+
 MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *weights, int rows, int cols, int first,
                              int last, const void *const *x, int num_tokens) {
+    const int len = s.span == 256 ? 256 : s.span == 16 ? 16 : 32, block = strip_activation(s) == MOE_ACT_Q8_256 ? 256 : 32;
     struct moe_act_view act[MOE_MAX_TOKENS];
     for (int t = 0; t < num_tokens; t++) act[t] = moe_act_view(x[t], strip_activation(s), cols);
     for (int row = 8 * first; row < 8 * last && row < rows; row++) {
-        const uint8_t *scales = (const uint8_t *)weights + (size_t)(row / 8) * strip_size(s, cols);
-        const uint8_t *code = scales + strip_code_offset(s, cols);
+        const uint8_t *strip = (const uint8_t *)weights + (size_t)(row / 8) * strip_size(s, cols);
+        const uint8_t *code = strip + strip_code_offset(s, cols);
         float acc[MOE_MAX_TOKENS] = {0};
-        for (int b = 0; b < cols / s.span; b++, scales += strip_scale_stride(s)) {
-            int16_t w[256];
-            for (int p = 0; p < s.span / 32; p++, code += strip_code_stride(s)) {
-                strip_decode32(s, w + 32 * p, code, row % 8);
-                for (int c = 0; c < 32; c++)
-                    w[32 * p + c] = (int16_t)(w[32 * p + c] * strip_sub(s, scales, s.sub ? (32 * p + c) / s.sub : 0, row % 8));
-            }
-            float d = strip_scale(s, scales, row % 8);
-            for (int t = 0; t < num_tokens; t++) {
-                const int8_t *q = act[t].q + b * s.span;
-                int32_t isum = 0;
-                for (int c = 0; c < s.span; c++) isum += w[c] * q[c];
-                acc[t] = moe_fmaf(d, act[t].d[b] * (float)isum, acc[t]);
-            }
+        int16_t w[256];
+        for (int col = 0; col < cols; col += len) {
+            const uint8_t *sc = strip + (s.span ? col / s.span * strip_scale_stride(s) : 0);
+            for (int c = 0; col % 32 == 0 && c < len; c += 32, code += strip_code_stride(s)) strip_decode32(s, w + c, code, row % 8);
+            for (int t = 0; t < num_tokens; t++)
+                acc[t] = strip_block(s, acc[t], w + (len == 16 ? col % 32 : 0), sc, act[t].q + col, act[t].d[col / block], len, row % 8);
         }
         for (int t = 0; t < num_tokens; t++) y[t][row] = acc[t];
     }
@@ -127,6 +165,7 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
     }                                                                                                              \
     STRIP_DEQUANTIZE(id)
 #define STRIP_TABLE(id)                                                                                            \
-    .activation = span_##id == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32, .block_len = span_##id, .strip_rows = 8,      \
+    .activation = span_##id == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32,                                               \
+    .block_len = span_##id < 32 ? 32 : span_##id, .strip_rows = 8,                                                 \
     .strip_bytes = strip_bytes_##id, .matmul = matmul_##id, STRIP_DEQUANTIZE_FIELD(id)
 #endif
