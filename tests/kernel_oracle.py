@@ -98,6 +98,10 @@ def first_bad_block(name, row, cols):
 def random_storage(name, rows, cols, rng, limit=1e4):
     """Random bytes, redrawn block by block until every weight is finite and at most `limit`."""
     f = FORMATS[name]
+    if f.row_extra_bytes:  # a float32 scale of the whole row behind its codes
+        codes = rng.integers(0, 256, (rows, f.row_bytes(cols) - 4), dtype=np.uint8)
+        scales = (rng.uniform(0.1, 1, (rows, 1)) * min(limit, 1e30) / 128).astype("<f4")
+        return np.concatenate([codes, scales.view(np.uint8)], axis=1)
     blocks = rng.integers(0, 256, (rows * cols // f.block_len, f.block_bytes), dtype=np.uint8)
     while True:
         with np.errstate(all="ignore"):
@@ -108,6 +112,8 @@ def random_storage(name, rows, cols, rng, limit=1e4):
         blocks[bad] = rng.integers(0, 256, (int(bad.sum()), f.block_bytes), dtype=np.uint8)
 
 
+# Formats whose every scale byte is a finite scale: where the scales are, and the byte that makes them about 1.
+FINITE_SCALES = {"mxfp4": ([0], 0x80), "nvfp4": ([0, 1, 2, 3], 0x38)}
 MOST_SCALE_BYTES = 3  # that an exponent is spread over: one in a half, two in a float, more where a half is scattered
 
 
@@ -131,8 +137,12 @@ def scale_bytes(name):
 def filled_storage(name, byte, rows, cols):
     """Every byte the same, except the high bytes of the scales, which make them about 1."""
     f = FORMATS[name]
+    if f.row_extra_bytes:
+        ones = np.ones((rows, 1), "<f4").view(np.uint8)
+        return np.concatenate([np.full((rows, f.row_bytes(cols) - 4), byte, np.uint8), ones], axis=1)
     blocks = np.full((rows * cols // f.block_len, f.block_bytes), byte, np.uint8)
-    blocks[:, scale_bytes(name)] = 0x3C
+    at, value = FINITE_SCALES.get(name) or (scale_bytes(name), 0x3C)
+    blocks[:, at] = value
     return blocks.reshape(rows, -1)
 
 

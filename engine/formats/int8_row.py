@@ -12,6 +12,6 @@ FORMAT = Format(
     layout="byte8_int8_row",
     ggml_type=None,
     dequantize=int8_row_dequantize,
-    max_relative_error=0.02,
+    max_relative_error=0.0085,
     source="our own; native/formats/int8_row.c draws the bytes",
 )

@@ -12,6 +12,6 @@ FORMAT = Format(
     layout="nib8_iq4_nl",
     ggml_type=GGML_TYPE,
     dequantize=gguf_dequantize(GGML_TYPE),
-    max_relative_error=None,
-    source="GGUF type IQ4_NL; gguf.quants.IQ4_NL",
+    max_relative_error=0.0775,
+    source="GGUF type IQ4_NL; gguf.quants.IQ4_NL; quantizer in native/formats/iq4_nl.c",
 )

@@ -12,6 +12,6 @@ FORMAT = Format(
     layout="nib8_q4_k",
     ggml_type=GGML_TYPE,
     dequantize=gguf_dequantize(GGML_TYPE),
-    max_relative_error=None,
-    source="GGUF type Q4_K; gguf.quants.Q4_K",
+    max_relative_error=0.0734,
+    source="GGUF type Q4_K; gguf.quants.Q4_K; quantizer in native/formats/q4_k.c",
 )

@@ -161,7 +161,9 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
     static size_t strip_bytes_##id(int cols) { return strip_size(spec_##id(), cols); }                             \
     static void matmul_##id(float *const *y, const void *w, int rows, int cols, int first, int last,               \
                             const void *const *x, int num_tokens) {                                                \
-        strip_matmul(spec_##id(), y, w, rows, cols, first, last, x, num_tokens);                                   \
+        int head = num_tokens > 4 && num_tokens < 8 ? 4 : num_tokens;                                              \
+        for (int at = 0; at < num_tokens; at += head, head = num_tokens - at)                                      \
+            strip_matmul(spec_##id(), y + at, w, rows, cols, first, last, x + at, head);                           \
     }                                                                                                              \
     STRIP_DEQUANTIZE(id)
 #define STRIP_TABLE(id)                                                                                            \
