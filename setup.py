@@ -9,7 +9,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, "native")
-import build as native  # noqa: E402  (native/build.py)
+import build as native  # (native/build.py)
 
 
 class BuildNative(build_ext):

@@ -1,4 +1,4 @@
-"""The AVX-512 sources on SIMDe, against the scalar tables bit for bit, on any x86-64 CPU with AVX2 (docs/emulation.md)."""
+"""The AVX-512 sources on SIMDe against the scalar tables, bit for bit, on any x86-64 CPU with AVX2."""
 
 import os
 import platform

@@ -76,10 +76,9 @@ class Config:
             tie_word_embeddings=read.boolean("tie_word_embeddings", False),
         )
         read.finish(HARMLESS)
-        if result.num_experts_per_tok > result.num_experts:
-            raise ConfigError(
-                f"config.json: num_experts_per_tok {result.num_experts_per_tok} exceeds num_experts {result.num_experts}"
-            )
+        top, experts = result.num_experts_per_tok, result.num_experts
+        if top > experts:
+            raise ConfigError(f"config.json: num_experts_per_tok {top} exceeds num_experts {experts}")
         return result
 
 
