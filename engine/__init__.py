@@ -1,8 +1,8 @@
 """millstream: a CPU engine for Mixture-of-Experts language models.
 
-    import engine
-    for piece in engine.load().generate("In the beginning"):
-        print(piece, end="", flush=True)
+import engine
+for piece in engine.load().generate("In the beginning"):
+    print(piece, end="", flush=True)
 """
 
 __version__ = "0.1.0"

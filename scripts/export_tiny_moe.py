@@ -33,11 +33,19 @@ USAGE_WINDOWS = 4
 
 def hf_config(config, tokenizer):
     return OlmoeConfig(
-        architectures=["OlmoeForCausalLM"], dtype="bfloat16", tie_word_embeddings=True, norm_topk_prob=False,
-        num_key_value_heads=config.num_attention_heads, clip_qkv=None, router_aux_loss_coef=0.01,
+        architectures=["OlmoeForCausalLM"],
+        dtype="bfloat16",
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        num_key_value_heads=config.num_attention_heads,
+        clip_qkv=None,
+        router_aux_loss_coef=0.01,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        bos_token_id=None, eos_token_id=tokenizer.token_to_id(END_OF_TEXT), pad_token_id=tokenizer.token_to_id(PADDING),
-        **{key: value for key, value in config.as_dict().items() if key != "rope_theta"})
+        bos_token_id=None,
+        eos_token_id=tokenizer.token_to_id(END_OF_TEXT),
+        pad_token_id=tokenizer.token_to_id(PADDING),
+        **{key: value for key, value in config.as_dict().items() if key != "rope_theta"},
+    )
 
 
 def write_json(path, content):
@@ -46,10 +54,21 @@ def write_json(path, content):
 
 def write_tokenizer(tokenizer, directory, context):
     tokenizer.save(str(directory / "tokenizer.json"))
-    write_json(directory / "tokenizer_config.json", {
-        "add_bos_token": False, "add_eos_token": False, "add_prefix_space": False, "bos_token": None,
-        "clean_up_tokenization_spaces": False, "eos_token": END_OF_TEXT, "model_max_length": context,
-        "pad_token": PADDING, "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None})
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "add_prefix_space": False,
+            "bos_token": None,
+            "clean_up_tokenization_spaces": False,
+            "eos_token": END_OF_TEXT,
+            "model_max_length": context,
+            "pad_token": PADDING,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": None,
+        },
+    )
 
 
 def rounded_model(checkpoint):
@@ -70,14 +89,22 @@ def export(args):
     save_file(model.checkpoint_tensors(), temporary / "model.safetensors", metadata={"format": "pt"})
     (temporary / "model.safetensors").chmod(0o644)  # the library makes it private
     hf_config(model.config, tokenizer).save_pretrained(temporary)
-    GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, eos_token_id=tokenizer.token_to_id(END_OF_TEXT),
-                     pad_token_id=tokenizer.token_to_id(PADDING)).save_pretrained(temporary)
+    GenerationConfig(
+        do_sample=True,
+        temperature=0.8,
+        top_p=0.95,
+        eos_token_id=tokenizer.token_to_id(END_OF_TEXT),
+        pad_token_id=tokenizer.token_to_id(PADDING),
+    ).save_pretrained(temporary)
     write_tokenizer(tokenizer, temporary, model.config.max_position_embeddings)
     check_logits(temporary, model)
     shutil.rmtree(args.out, ignore_errors=True)
     temporary.replace(args.out)
-    print(f"{args.out}: step {state['step']}, {state['tokens']:,} tokens, {state['seconds'] / 60:.1f} minutes, "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
+    print(
+        f"{args.out}: step {state['step']}, {state['tokens']:,} tokens, {state['seconds'] / 60:.1f} minutes, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters",
+        file=sys.stderr,
+    )
 
 
 @torch.no_grad()
@@ -113,7 +140,7 @@ def nats(model, ids, context, stride):
     while scored < len(ids):
         end = min(len(ids), context + 1 if scored == 1 else scored + stride)
         start = max(0, end - 1 - context)
-        logits = model(ids[None, start:end - 1]).logits[0, scored - 1 - start:]
+        logits = model(ids[None, start : end - 1]).logits[0, scored - 1 - start :]
         total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
         scored = end
     return total
@@ -132,12 +159,27 @@ def evaluate(args):
         ids = token_ids(tokenizer, raw)
         bits = nats(model, ids, CONTEXT, STRIDE) / math.log(2) / len(raw)
         xz = 8 * xz_bytes(path) / len(raw)
-        domains[domain] = {"bytes": len(raw), "tokens": len(ids) - 1, "xz_bits_per_byte": round(xz, 4),
-                           "model_bits_per_byte": round(bits, 4), "saving": round(1 - bits / xz, 4)}
-        print(f"{domain:8} {len(raw):7,} bytes  xz {xz:.4f}  model {bits:.4f}  {1 - bits / xz:.1%} fewer",
-              file=sys.stderr, flush=True)
-    settings = {"context": CONTEXT, "stride": STRIDE, "first_token": END_OF_TEXT, "weights": "bf16", "compute": "f32",
-                "xz_command": "xz -9e -c FILE | wc -c", "implementation": "transformers OlmoeForCausalLM"}
+        domains[domain] = {
+            "bytes": len(raw),
+            "tokens": len(ids) - 1,
+            "xz_bits_per_byte": round(xz, 4),
+            "model_bits_per_byte": round(bits, 4),
+            "saving": round(1 - bits / xz, 4),
+        }
+        print(
+            f"{domain:8} {len(raw):7,} bytes  xz {xz:.4f}  model {bits:.4f}  {1 - bits / xz:.1%} fewer",
+            file=sys.stderr,
+            flush=True,
+        )
+    settings = {
+        "context": CONTEXT,
+        "stride": STRIDE,
+        "first_token": END_OF_TEXT,
+        "weights": "bf16",
+        "compute": "f32",
+        "xz_command": "xz -9e -c FILE | wc -c",
+        "implementation": "transformers OlmoeForCausalLM",
+    }
     if args.json:
         write_json(args.json, {"settings": settings, "domains": domains})
 
@@ -148,7 +190,7 @@ def usage(args):
     model, tokenizer = load(args.out)
     for domain in DOMAINS:
         ids = token_ids(tokenizer, (args.heldout / f"{domain}.txt").read_bytes())
-        windows = [ids[start:start + CONTEXT] for start in range(0, min(len(ids), USAGE_WINDOWS * CONTEXT), CONTEXT)]
+        windows = [ids[start : start + CONTEXT] for start in range(0, min(len(ids), USAGE_WINDOWS * CONTEXT), CONTEXT)]
         logits = [model(window[None], output_router_logits=True).router_logits for window in windows]
         for layer in range(model.config.num_hidden_layers):
             routed = torch.cat([window[layer].reshape(-1, model.config.num_experts) for window in logits])
@@ -162,8 +204,11 @@ def sample(args):
     model, tokenizer = load(args.out)
     torch.manual_seed(args.seed)
     ids = torch.tensor([tokenizer.encode(args.prompt).ids or [tokenizer.token_to_id(END_OF_TEXT)]])
-    options = {"do_sample": True, "temperature": args.temperature, "top_p": 0.95} if args.temperature else {
-        "do_sample": False, "temperature": None, "top_p": None}
+    options = (
+        {"do_sample": True, "temperature": args.temperature, "top_p": 0.95}
+        if args.temperature
+        else {"do_sample": False, "temperature": None, "top_p": None}
+    )
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.tokens, **options)
     print(tokenizer.decode(out[0].tolist(), skip_special_tokens=False))
 

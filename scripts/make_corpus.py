@@ -64,8 +64,10 @@ def read_kjv(packages):
 def read_rst(packages):
     """One document per reST source file of the Python documentation."""
     sources = packages["python3.11-doc"][0] / "usr/share/doc/python3.11/html/_sources"
-    return {str(path.relative_to(sources)).removesuffix(".rst.txt"): path.read_text(encoding="utf-8")
-            for path in sorted(sources.rglob("*.rst.txt"))}
+    return {
+        str(path.relative_to(sources)).removesuffix(".rst.txt"): path.read_text(encoding="utf-8")
+        for path in sorted(sources.rglob("*.rst.txt"))
+    }
 
 
 def man_sources(packages):
@@ -96,7 +98,7 @@ def read_jargon(packages):
     parts = re.split(r"^(?=   :[^\n]*:)", text, flags=re.M)
     # The table of contents lists every headword, held-out ones included: start at the introduction proper.
     introduction = parts[0].rfind("Introduction")
-    documents = {"(front)": parts[0][max(introduction, 0):].lstrip()}
+    documents = {"(front)": parts[0][max(introduction, 0) :].lstrip()}
     for number, part in enumerate(parts[1:]):
         documents[f"{number:04d} {part.split(':', 2)[1]}"] = part
     return documents
@@ -109,8 +111,11 @@ def heldout_candidates(domain, documents, packages):
     names = [name for name, text in documents.items() if len(text.encode()) <= HELDOUT_MAX_DOCUMENT_BYTES]
     if domain == "man":
         # The held-out text is redistributed: take pages under the manual pages' own verbatim-copy licence only.
-        free = {name for name, source in man_sources(packages)
-                if re.search(rb"SPDX-License-Identifier:\s*Linux-man-pages-copyleft\s*$", source, re.M)}
+        free = {
+            name
+            for name, source in man_sources(packages)
+            if re.search(rb"SPDX-License-Identifier:\s*Linux-man-pages-copyleft\s*$", source, re.M)
+        }
         names = [name for name in names if name in free]
     if domain == "jargon":
         names = names[1:-1]
@@ -154,7 +159,7 @@ def group_jargon(documents):
     items = list(documents.items())
     groups = {}
     for start in range(0, len(items), JARGON_ENTRIES_PER_DOCUMENT):
-        group = items[start:start + JARGON_ENTRIES_PER_DOCUMENT]
+        group = items[start : start + JARGON_ENTRIES_PER_DOCUMENT]
         groups[f"{group[0][0]} .."] = "".join(text for _, text in group)
     return groups
 
@@ -183,12 +188,18 @@ def write_domain(domain, packages, work, heldout_dir):
             file.write("Copyright notices of the pages in man.txt (Linux man-pages, Linux-man-pages-copyleft)\n")
             for name, lines in man_notices(packages, heldout):
                 file.write(f"\n{name}\n" + "".join(f"  {line}\n" for line in lines))
-    report = {"train_documents": len(train), "train_bytes": sum(len(t.encode()) for t in train.values()),
-              "heldout_bytes": len(text.encode()), "heldout": [name for name in documents if name in heldout],
-              "dropped": dropped}
-    print(f"{domain}: {report['train_documents']} documents, {report['train_bytes']:,} bytes; held out "
-          f"{len(heldout)} documents, {report['heldout_bytes']:,} bytes; {len(dropped)} copies dropped",
-          file=sys.stderr)
+    report = {
+        "train_documents": len(train),
+        "train_bytes": sum(len(t.encode()) for t in train.values()),
+        "heldout_bytes": len(text.encode()),
+        "heldout": [name for name in documents if name in heldout],
+        "dropped": dropped,
+    }
+    print(
+        f"{domain}: {report['train_documents']} documents, {report['train_bytes']:,} bytes; held out "
+        f"{len(heldout)} documents, {report['heldout_bytes']:,} bytes; {len(dropped)} copies dropped",
+        file=sys.stderr,
+    )
     return report
 
 
@@ -199,8 +210,10 @@ def main():
     args = parser.parse_args()
     args.heldout.mkdir(parents=True, exist_ok=True)
     packages = fetch_packages(args.work)
-    report = {"packages": {name: version for name, (_, version) in packages.items()},
-              "domains": {domain: write_domain(domain, packages, args.work, args.heldout) for domain in DOMAINS}}
+    report = {
+        "packages": {name: version for name, (_, version) in packages.items()},
+        "domains": {domain: write_domain(domain, packages, args.work, args.heldout) for domain in DOMAINS},
+    }
     (args.work / "corpus.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

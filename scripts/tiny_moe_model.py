@@ -112,7 +112,8 @@ class GroupedLinear(torch.autograd.Function):
         *targets, rest = grad_x.split(ctx.counts)
         rest.zero_()
         for expert, (rows, out_rows, target) in enumerate(
-                zip(x.split(ctx.counts), grad.split(ctx.counts), targets, strict=False)):
+            zip(x.split(ctx.counts), grad.split(ctx.counts), targets, strict=False)
+        ):
             torch.mm(out_rows, weight[expert], out=target)
             torch.mm(out_rows.t(), rows, out=grad_weight[expert])
         return grad_x, grad_weight, None
@@ -133,8 +134,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape)
         transposed = weight.t()
-        for rows, ids, out in zip(hidden.split(LOSS_CHUNK_TOKENS), targets.split(LOSS_CHUNK_TOKENS),
-                                  grad_hidden.split(LOSS_CHUNK_TOKENS), strict=True):
+        for rows, ids, out in zip(
+            hidden.split(LOSS_CHUNK_TOKENS),
+            targets.split(LOSS_CHUNK_TOKENS),
+            grad_hidden.split(LOSS_CHUNK_TOKENS),
+            strict=True,
+        ):
             logits = rows @ transposed
             lse, grad = softmax(logits)
             surprise = lse - logits.gather(1, ids[:, None]).float()
@@ -219,8 +224,9 @@ class Block(nn.Module):
     def attention(self, x, cos, sin, kernels):
         config, dtype = self.config, x.dtype
         qkv = F.linear(x, self.qkv.to(dtype))
-        q, k, v = kernels.heads_from_qkv(qkv, self.q_norm, self.k_norm, cos, sin, config.num_attention_heads,
-                                         config.rms_norm_eps)
+        q, k, v = kernels.heads_from_qkv(
+            qkv, self.q_norm, self.k_norm, cos, sin, config.num_attention_heads, config.rms_norm_eps
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.linear(mixed.transpose(1, 2).reshape(x.shape), self.out.to(dtype))
 
@@ -343,22 +349,30 @@ class Muon:
         self.momentum, self.weight_decay = momentum, weight_decay
         self.names, self.jobs, self.buffers = set(), [], []
         for name, parameter in model.named_parameters():
-            shape = {"qkv": (-1, hidden, hidden), "out": (-1, hidden, hidden), "gate_up": (-1, width, hidden),
-                     "down": (-1, hidden, width)}.get(name.rsplit(".", 1)[-1])
+            shape = {
+                "qkv": (-1, hidden, hidden),
+                "out": (-1, hidden, hidden),
+                "gate_up": (-1, width, hidden),
+                "down": (-1, hidden, width),
+            }.get(name.rsplit(".", 1)[-1])
             if shape:
                 self.names.add(name)
                 self.buffers.append(torch.zeros_like(parameter).view(shape))
                 weights, buffers = parameter.data.view(shape), self.buffers[-1]
-                self.jobs += [(name, shape, start, weights[start:start + self.BATCH], buffers[start:start + self.BATCH])
-                              for start in range(0, len(weights), self.BATCH)]
+                self.jobs += [
+                    (name, shape, start, weights[start : start + self.BATCH], buffers[start : start + self.BATCH])
+                    for start in range(0, len(weights), self.BATCH)
+                ]
 
     def step(self, gradients, lr, run_jobs):
         """gradients: {name: tensor}; run_jobs(function, jobs) may run them on several threads."""
+
         def update(job):
             name, shape, start, weights, buffer = job
-            gradient = gradients[name].view(shape)[start:start + len(weights)]
+            gradient = gradients[name].view(shape)[start : start + len(weights)]
             buffer.lerp_(gradient, 1 - self.momentum)
             direction = orthogonalise(gradient.lerp(buffer, self.momentum)).float()
             scale = max(1.0, shape[1] / shape[2]) ** 0.5
             weights.mul_(1 - lr * self.weight_decay).add_(direction, alpha=-lr * scale)
+
         run_jobs(update, self.jobs)

@@ -46,15 +46,19 @@ def train_tokenizer(work, vocab_size):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT, PADDING], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PADDING],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     texts = {domain: read_documents(work, domain) for domain in DOMAINS}
     share = min(sum(map(len, documents)) for documents in texts.values())
     sample = []
     for documents in texts.values():
         random.Random(0).shuffle(documents)
-        joined = "\n".join(documents)[:2 * share]
-        sample += [joined[start:start + 10_000] for start in range(0, len(joined), 10_000)]
+        joined = "\n".join(documents)[: 2 * share]
+        sample += [joined[start : start + 10_000] for start in range(0, len(joined), 10_000)]
     tokenizer.train_from_iterator(sample, trainer)
     tokenizer.save(str(work / "tokenizer.json"))
     return tokenizer
@@ -94,7 +98,7 @@ class Batches:
     @staticmethod
     def window(generator, stream, window):
         start = generator.integers(0, len(stream) - window)
-        return stream[start:start + window + 1]
+        return stream[start : start + window + 1]
 
 
 def prepare_thread():
@@ -124,8 +128,13 @@ class Trainer:
         self.muon = Muon(self.model)
         rest = [(name, p) for name, p in self.model.named_parameters() if name not in self.muon.names]
         self.adam = torch.optim.AdamW(
-            [{"params": [p for _, p in rest if p.dim() > 1], "weight_decay": 0.1},
-             {"params": [p for _, p in rest if p.dim() == 1], "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-10)
+            [
+                {"params": [p for _, p in rest if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for _, p in rest if p.dim() == 1], "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            eps=1e-10,
+        )
         self.workers = Workers(args.threads)
         self.batches = Batches(args.work, args.seed)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
@@ -142,8 +151,9 @@ class Trainer:
         loss, balance, z_loss, choices = self.model.loss(ids, targets, torch.bfloat16)
         total = loss + BALANCE_WEIGHT * balance + Z_WEIGHT * z_loss
         gradients = torch.autograd.grad(total, self.parameters)
-        usage = torch.stack([torch.bincount(chosen.flatten(), minlength=self.model.config.num_experts)
-                             for chosen in choices])
+        usage = torch.stack(
+            [torch.bincount(chosen.flatten(), minlength=self.model.config.num_experts) for chosen in choices]
+        )
         return loss.item(), balance.item(), gradients, usage
 
     def train_step(self):
@@ -162,13 +172,23 @@ class Trainer:
         self.step += 1
         self.tokens += count * MICRO_BATCH_TOKENS
         usage = sum(result[3] for result in results).float()
-        return (sum(result[0] for result in results) / count, sum(result[1] for result in results) / count, window,
-                usage / usage.sum(1, keepdim=True))
+        return (
+            sum(result[0] for result in results) / count,
+            sum(result[1] for result in results) / count,
+            window,
+            usage / usage.sum(1, keepdim=True),
+        )
 
     def save(self, path):
-        state = {"model": self.model.state_dict(), "adam": self.adam.state_dict(), "muon": self.muon.buffers,
-                 "config": self.model.config.as_dict(), "step": self.step, "tokens": self.tokens,
-                 "seconds": self.seconds}
+        state = {
+            "model": self.model.state_dict(),
+            "adam": self.adam.state_dict(),
+            "muon": self.muon.buffers,
+            "config": self.model.config.as_dict(),
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
         temporary = path.with_suffix(".tmp")
         torch.save(state, temporary)
         temporary.replace(path)
@@ -185,8 +205,10 @@ class Trainer:
         """Quick figure: windows of 1024 without overlap, bf16 compute; the exact one is export_tiny_moe's."""
         result = {}
         for domain, (ids, num_bytes) in texts.items():
-            rows = [(ids[start:start + 1025][:-1][None], ids[start:start + 1025][1:][None])
-                    for start in range(0, len(ids) - 1, 1024)]
+            rows = [
+                (ids[start : start + 1025][:-1][None], ids[start : start + 1025][1:][None])
+                for start in range(0, len(ids) - 1, 1024)
+            ]
             nats = sum(self.workers.run(self.nats_of, rows))
             result[domain] = round(float(nats / np.log(2) / num_bytes), 4)
         return result
@@ -235,10 +257,12 @@ def train(args):
         losses.append(loss)
         if trainer.step % args.log_every == 0 or trainer.step < 5:
             left = 60 * args.minutes - trainer.seconds
-            log(f"step {trainer.step} loss {np.mean(losses):.3f} balance {balance:.3f} "
+            log(
+                f"step {trainer.step} loss {np.mean(losses):.3f} balance {balance:.3f} "
                 f"experts {usage.min():.2f}-{usage.max():.2f} window {window} rate {trainer.rate_factor():.3f} "
                 f"{window_tokens / window_seconds:,.0f} tok/s {trainer.tokens / 1e6:.2f} M tokens "
-                f"ETA {max(left, 0) / 60:.1f} min")
+                f"ETA {max(left, 0) / 60:.1f} min"
+            )
             losses, window_tokens, window_seconds = [], 0, 0.0
         if trainer.seconds - saved > 60 * args.save_minutes or trainer.progress() >= 1.0:
             saved = trainer.seconds
