@@ -52,7 +52,8 @@ static const struct moe_format *format_of(struct parity *p, int tier, const char
 
 /* Why these two cannot be tested together, or NULL. */
 static const char *mismatch(const struct moe_format *f, const struct moe_layout *l) {
-    if (f->block_len < 1 || f->block_bytes < 1 || f->block_bytes > MAX_BLOCK_BYTES) return "block size out of range";
+    if (f->block_len < 1 || f->block_bytes < 1 || f->row_extra_bytes < 0 || f->block_bytes + f->row_extra_bytes > MAX_BLOCK_BYTES)
+        return "block size out of range";
     if (l->strip_rows != 1 && l->strip_rows != 8) return "strip_rows is neither 1 nor 8";
     if (l->activation < MOE_ACT_F32 || l->activation >= MOE_NUM_ACT) return "unknown activation form";
     if (l->block_len % f->block_len && f->block_len % l->block_len) return "block_len of format and layout do not fit";
@@ -61,17 +62,20 @@ static const char *mismatch(const struct moe_format *f, const struct moe_layout 
 static int fits(const struct moe_format *f, const struct moe_layout *l, int cols) {
     return cols % f->block_len == 0 && cols % l->block_len == 0 && (l->activation == MOE_ACT_F32 || cols % moe_act_block(l->activation) == 0);
 }
-static size_t row_bytes_of(const struct moe_format *f, int cols) { return (size_t)(cols / f->block_len) * (size_t)f->block_bytes; }
+static size_t row_bytes_of(const struct moe_format *f, int cols) {
+    return (size_t)(cols / f->block_len) * (size_t)f->block_bytes + (size_t)f->row_extra_bytes;
+}
 
-/* ---- storage blocks ---- */
+/* ---- storage blocks: each is a row of one block, with the bytes behind the blocks if the format has any ---- */
+static int unit_bytes(const struct moe_format *f) { return f->block_bytes + f->row_extra_bytes; }
 static int finite_block(const struct moe_format *f, const void *block) { return !f->check_row || f->check_row(block, f->block_len) < 0; }
 
 static void random_block(struct parity *p, const struct moe_format *f, unsigned char *block) {
     for (int tries = 0; tries < 1000; tries++) {
-        for (int i = 0; i < f->block_bytes; i++) block[i] = (unsigned char)parity_u32(p);
+        for (int i = 0; i < unit_bytes(f); i++) block[i] = (unsigned char)parity_u32(p);
         if (finite_block(f, block)) return;
     }
-    __builtin_memset(block, 0, (size_t)f->block_bytes);
+    __builtin_memset(block, 0, (size_t)unit_bytes(f));
 }
 
 /* Largest |weight| of a block, through the scalar codec and the layout's own decoder. */
@@ -80,7 +84,7 @@ static float block_magnitude(const struct moe_format *f, const struct moe_layout
     static _Alignas(64) unsigned char row[MAX_COLS * 4];
     float most = 0;
     if (!l->dequantize_row || span > MAX_COLS || row_bytes_of(f, span) > sizeof row) return 1;
-    for (int i = 0; i < span / f->block_len; i++) __builtin_memcpy(row + i * f->block_bytes, block, (size_t)f->block_bytes);
+    for (int i = 0; i < span / f->block_len; i++) __builtin_memcpy(row + i * f->block_bytes, block, (size_t)unit_bytes(f));
     f->encode_strip(strips_got, row, row_bytes_of(f, span), 1, span);
     l->dequantize_row(one_row, strips_got, span, 0);
     for (int i = 0; i < span; i++) {
@@ -100,7 +104,7 @@ static void fill_pool(struct parity *p, const struct moe_format *f, const struct
             if (most > 1e-4f && most < 256.0f) break;
             random_block(p, f, block);
         }
-        for (int i = 0; kind == EXTREME && i < f->block_bytes; i++) { /* as far as the scales stay finite */
+        for (int i = 0; kind == EXTREME && i < unit_bytes(f); i++) { /* as far as the scales stay finite */
             unsigned char kept = block[i];
             block[i] = extremes[b % LENGTH(extremes)];
             if (!finite_block(f, block)) block[i] = kept;
@@ -116,11 +120,14 @@ static unsigned char *fill_rows(struct parity *p, const struct moe_format *f, in
         unsigned char *row = rows + (size_t)r * row_bytes;
         if (kind == QUANTIZED) {
             for (int c = 0; c < cols; c++) one_row[c] = r == 3 ? 0.0f : parity_unit(p) * parity_unit(p);
+            __builtin_memset(strips_got, 0x5a, row_bytes); /* over two fillings: every byte of the row is written */
+            __builtin_memset(row, 0xa5, row_bytes);
+            f->quantize_row(strips_got, one_row, cols);
             f->quantize_row(row, one_row, cols);
-            parity_bytes(p, row, row, row_bytes); /* into the hash: quantizers agree between machines */
+            parity_bytes(p, row, strips_got, row_bytes); /* into the hash: quantizers agree between machines */
         } else {
             for (int b = 0; b < cols / f->block_len; b++)
-                __builtin_memcpy(row + b * f->block_bytes, pool[parity_u32(p) % POOL], (size_t)f->block_bytes);
+                __builtin_memcpy(row + b * f->block_bytes, pool[parity_u32(p) % POOL], (size_t)unit_bytes(f));
         }
     }
     return rows;
@@ -163,6 +170,7 @@ void parity_formats(struct parity *p) {
         const char *why = l ? mismatch(ref, l) : 0;
         if (why) parity_fail(p, why);
         if (f && ref && (f->version != ref->version || f->block_len != ref->block_len || f->block_bytes != ref->block_bytes ||
+                         f->row_extra_bytes != ref->row_extra_bytes ||
                          !moe_same_name(f->layout, ref->layout)))
             parity_fail(p, "the tiers describe the format differently");
         int tested = 0;
