@@ -100,7 +100,7 @@ class _Job:
     def __init__(self, checkpoint: Checkpoint, formats: RoleFormats, layout: str, threads: int | None):
         self.checkpoint, self.architecture = checkpoint, _model_type(checkpoint)
         _refuse_quantized(checkpoint.config)
-        expected = expected_tensors(self.architecture, checkpoint.config)
+        expected = expected_tensors(self.architecture, checkpoint.config, len(checkpoint.tensors))
         self.sources = match_tensors(checkpoint, expected)
         self.quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
         self.roles = _role_summary(formats, expected)

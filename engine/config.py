@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 ISA_VARIABLE = "MILLSTREAM_ISA"
+_MAX_INTEGER = (1 << 31) - 1  # sizes and positions are C ints in the native code
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ class ConfigReader:
         return value
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Integer >= minimum; required when default is None."""
+        """Integer from minimum to 2^31 - 1; required when default is None."""
         value = self._get(key, default, default is None)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ConfigError(f"{self._where}: {key} = {value!r}, expected an integer >= {minimum}")
+        if value > _MAX_INTEGER:
+            raise ConfigError(f"{self._where}: {key} is out of range (at most {_MAX_INTEGER})")
         return value
 
     def number(self, key: str, default: float | None = None, *, optional: bool = False) -> float | None:

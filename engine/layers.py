@@ -6,7 +6,8 @@ during a decode step, and each method is one native call (the GIL is released in
 
 import numpy as np
 
-from .errors import NumericsError
+from .errors import ConfigError, NumericsError
+from .hardware import memory_limits
 from .kernels import Context, Matrix, address, aligned_empty, check, ffi, lib
 
 
@@ -49,10 +50,20 @@ class Linear:
 
 
 class RopeTable:
-    """cos and sin [num_positions, rotary_dim / 2] of one theta."""
+    """cos and sin [num_positions, rotary_dim / 2] of one theta.
+
+    Raises ConfigError when they do not fit into memory: num_positions may come from a config.json that nothing in the
+    weights contradicts.
+    """
 
     def __init__(self, theta: float, rotary_dim: int, num_positions: int):
         half = rotary_dim // 2
+        need, available = 2 * num_positions * half * 4, memory_limits().available_bytes
+        if need > available:
+            raise ConfigError(
+                f"{num_positions} positions need {need} bytes of rotary tables, {available} bytes of memory are "
+                "available; choose a smaller --ctx"
+            )
         self.rotary_dim, self.num_positions = rotary_dim, num_positions
         inv_freq = np.empty(half, np.float32)
         self.cosines, self.sines = Buffer(num_positions, half), Buffer(num_positions, half)

@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..models import family, known
-from .errors import UnknownArchitectureError
+from .errors import MissingTensorError, UnknownArchitectureError
 
 ROLES = ("embed", "head", "attention", "norm", "router", "gate_up", "down")
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")  # in the order of an expert record
 _EXPERT = re.compile(rf"^layers\.(\d+)\.mlp\.experts\.(\d+)\.{EXPERT_PARTS[0]}$")
 # Ten times the largest published model; a broken config must not exhaust memory while it is being checked.
 _MAX_EXPERTS = 250_000
+# Names made for tensors that the file does not list, so that an incomplete file gets a message that names them. A
+# config that needs more belongs to another model, and the table of its names alone could fill memory.
+_MAX_UNLISTED = 100_000
 
 
 class Expected(NamedTuple):
@@ -80,15 +83,29 @@ def model_config(architecture: str, config: dict):
     return checked
 
 
-def expected_tensors(architecture: str, config: dict) -> dict[str, Expected]:
+def _refuse_too_many(templates: Iterable[str], checked, num_listed: int) -> None:
+    """Count before a name is made."""
+    layers, experts = checked.num_hidden_layers, checked.num_experts
+    needed = sum((layers if "{n}" in name else 1) * (experts if "{e}" in name else 1) for name in templates)
+    if needed > num_listed + _MAX_UNLISTED:
+        raise MissingTensorError(
+            f"config.json: num_hidden_layers {layers} and num_experts {experts} need {needed} tensors, {num_listed} "
+            "are there; config and weights belong to different models"
+        )
+
+
+def expected_tensors(architecture: str, config: dict, num_listed: int = 0) -> dict[str, Expected]:
     """Every tensor of the model: embedding, then layer by layer with each expert's matrices together, norm, head.
 
-    Raises: as model_config.
+    num_listed: tensors that the file lists. Raises: as model_config; MissingTensorError for a config that needs so many
+    more that even their names are too many.
     """
     checked = model_config(architecture, config)
     module = family(architecture)
+    templates = module.shapes(checked)
+    _refuse_too_many(templates, checked, num_listed)
     found = []
-    for template, shape in module.shapes(checked).items():
+    for template, shape in templates.items():
         role, source = role_of(template), module.TENSORS[template]
         part = EXPERT_PARTS.index(template.rsplit(".", 1)[-1]) if "{e}" in template else 0
         for n, e in _expand(template, checked.num_hidden_layers, checked.num_experts):

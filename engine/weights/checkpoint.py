@@ -24,6 +24,7 @@ from .header import load_json
 from .safetensors import ITEM_BYTES, SourceTensor, read_header
 
 INDEX_FILE = "model.safetensors.index.json"
+_MAX_SHARDS = 99_999  # what five digits can number; the count in a file name is no reason to make a list of any length
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
 
 
@@ -109,6 +110,11 @@ def _whole_set(shards: list[re.Match]) -> list[str]:
         found = brief(sorted(f"{stem}-*-of-{count}" for stem, count in kinds))
         raise DuplicateTensorError(f"several sets of shards lie side by side ({found}); remove all but one")
     stem, count = kinds.pop()
+    # Its digits are counted first: Python converts no text of thousands of digits.
+    if len(count.lstrip("0")) > len(str(_MAX_SHARDS)):
+        raise HeaderSyntaxError(
+            f"{shards[0].string}: a set of {count[:20]} files is out of range (at most {_MAX_SHARDS}); rename it"
+        )
     width = len(shards[0]["number"])
     return [f"{stem}-{number:0{width}d}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
 

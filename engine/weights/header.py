@@ -19,6 +19,7 @@ from .safetensors import unique_keys
 HEADER_FILE = "millstream.json"
 MAGIC = "millstream-snapshot"
 HEADER_VERSION = 1
+_MAX_JSON_BYTES = 256 << 20  # more than a header of 700,000 tensors; refused before it is read
 MIN_READER = "0.1.0"  # the first millstream that reads what is written here
 
 
@@ -96,8 +97,9 @@ def dump_header(content: dict) -> bytes:
 
 def _version(text: str, where: str) -> tuple[int, ...]:
     parts = text.split(".")
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise HeaderSyntaxError(f"{where}: {text!r} is no version of the form 1.2.3")
+    # Python converts no text of thousands of digits; a version has a few.
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise HeaderSyntaxError(f"{where}: {text[:60]!r} is no version of the form 1.2.3")
     return tuple(map(int, parts))
 
 
@@ -115,6 +117,10 @@ _KIND_NAMES = {int: "a count", str: "a string", dict: "an object", list: "a list
 
 def load_json(path: Path) -> dict:
     """A JSON object from a file. Raises: HeaderSyntaxError, DuplicateTensorError for a key that occurs twice."""
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise HeaderSyntaxError(
+            f"{path}: {path.stat().st_size} bytes, expected at most {_MAX_JSON_BYTES}; make it again"
+        )
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
     except DuplicateTensorError as error:
@@ -155,7 +161,7 @@ def _record(entry, path: Path, files: dict[str, int]) -> TensorRecord:
     if len(shape) not in (1, 2) or not all(
         isinstance(n, int) and not isinstance(n, bool) and 0 < n < 1 << 31 for n in shape
     ):
-        raise HeaderSyntaxError(f"{where}: shape: got {shape!r}, expected one or two counts below 2^31")
+        raise HeaderSyntaxError(f"{where}: shape: got {repr(shape)[:60]}, expected one or two counts below 2^31")
     layout = entry.get("layout")
     if layout is not None:
         layout = _field(entry, "layout", str, where)

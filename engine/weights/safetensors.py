@@ -23,6 +23,7 @@ ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+_MAX_DIMENSIONS = 8  # of any tensor in use; the product of a long list of counts would take forever
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -67,9 +68,10 @@ def _header_json(path: Path, file_bytes: int) -> tuple[dict, int]:
         length = int.from_bytes(prefix, "little")
         if length > _MAX_HEADER_BYTES:
             raise HeaderSyntaxError(f"{path}: header length {length} is out of range; this is no safetensors file")
-        text = file.read(length)
+        # Compared before the read, which would otherwise make a buffer of whatever length the file claims.
+        text = file.read(length) if length <= file_bytes - 8 else b""
     if len(text) < length:
-        missing = length - len(text)
+        missing = length - (file_bytes - 8)
         raise TruncatedFileError(f"{path}: the safetensors header is cut off, {missing} bytes missing; copy it again")
     try:
         header = json.loads(text, object_pairs_hook=unique_keys)
@@ -91,10 +93,10 @@ def _tensor(path: Path, name: str, entry, data_start: int) -> SourceTensor:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise HeaderSyntaxError(f"{where}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise HeaderSyntaxError(f"{where}: shape {shape!r} is no list of counts")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(_is_count, shape)):
+        raise HeaderSyntaxError(f"{where}: shape {repr(shape)[:60]} is no list of at most {_MAX_DIMENSIONS} counts")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise HeaderSyntaxError(f"{where}: data_offsets {offsets!r} are no pair of counts")
+        raise HeaderSyntaxError(f"{where}: data_offsets {repr(offsets)[:60]} are no pair of counts")
     if dtype not in ITEM_BYTES:
         raise DtypeError(f"{where}: dtype {dtype!r} is unknown (known: {', '.join(ITEM_BYTES)})")
     nbytes, expected = offsets[1] - offsets[0], prod(shape) * ITEM_BYTES[dtype]

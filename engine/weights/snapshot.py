@@ -99,7 +99,7 @@ class Snapshot(ModelFiles):
     def _check_model(self, where: str) -> None:
         header = self.header
         self.model_config = model_config(header.architecture, header.config)
-        expected = expected_tensors(header.architecture, header.config)
+        expected = expected_tensors(header.architecture, header.config, len(self.tensors))
         if header.tied_head != self.model_config.tie_word_embeddings:
             raise HeaderSyntaxError(
                 f"{where}: tied_head is {header.tied_head}, the config says tie_word_embeddings = "
