@@ -90,7 +90,7 @@ class Quantizer:
         self._check_format(format_name)
         descriptor, cols = self._formats[format_name], want.shape[-1]
         if cols % descriptor.block_len:
-            fits = sorted(f for f, d in self._formats.items() if cols % d.block_len == 0)
+            fits = sorted(f for f, d in self._formats.items() if cols % d.block_len == 0 and self._can_quantize(f))
             raise BlockLengthError(
                 f"tensor {name}: its row length {cols} is not a multiple of the {descriptor.block_len} values of a "
                 f"{format_name} block; formats that fit: {brief(fits, 100)}"

@@ -366,6 +366,43 @@ def test_format_that_cannot_be_made_here_is_refused_before_writing(tmp_path, mon
         make_snapshot(hf_dir(tmp_path), tmp_path / "s", experts="q4_0")
 
 
+MADE_HERE = {
+    "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+    "int8-row", "int4-g32", "int4-g64", "int4-g128", "int3-g64", "e8-iq3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - MADE_HERE))
+def test_format_without_a_quantizer_is_refused_with_those_that_have_one(name, tmp_path):
+    hf = hf_dir(tmp_path)
+    with pytest.raises(errors.UnknownFormatError, match="can be read but not made here") as caught:
+        make_snapshot(hf, tmp_path / "s", experts=name)
+    listed = str(caught.value).partition("(can be made: ")[2].rstrip(")").split(", ")
+    assert set(listed) == MADE_HERE and str(caught.value).startswith(f"format {name} can be read")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_format_without_a_quantizer_is_refused_by_the_command_line(tmp_path):
+    code, out, err = run_cli("convert", hf_dir(tmp_path), tmp_path / "s", "--format", "q2_k")
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert "error: format q2_k can be read but not made here (can be made: bf16, " in err and "q6_k" in err
+
+
+def test_formats_that_fit_a_row_are_ones_that_can_be_made(tmp_path):
+    with pytest.raises(errors.BlockLengthError, match="formats that fit: ") as caught:
+        make_snapshot(hf_dir(tmp_path), tmp_path / "s", experts="q6_k")
+    fits = str(caught.value).partition("formats that fit: ")[2].split(", ")
+    assert set(fits) == {name for name in MADE_HERE if 64 % FORMATS[name].block_len == 0}
+
+
+def test_documents_list_the_formats_that_can_be_made():
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    made, _, rest = text.partition("Formats that can be made here:")[2].partition("The other GGML formats (")
+    rows = [line.split("|")[2] for line in made.splitlines() if line.startswith("| ")][2:]
+    assert {name for row in rows for name in row.strip().split(", ")} == MADE_HERE
+    assert set(rest.partition(")")[0].replace("\n", " ").split(", ")) == set(FORMATS) - MADE_HERE
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
