@@ -1,7 +1,8 @@
 #!/bin/sh
 # build.sh OUT [compiler flags]: a C test program from exactly the sources, tiers and flags of the wheel, plus the flags
-# given here. Runs from the top of the tree. Objects stay in OUT.d and are reused while source, headers and command are
-# the same; OUT.d/link.txt lists them.
+# given here. Runs from the top of the tree. Objects are reused while source, headers and command are the same: those of
+# the tiers, which take nearly all of the time, by every program with the same compiler and flags (build/native/tiers),
+# the program's own in OUT.d. OUT.d/link.txt lists them.
 #   CC           compiler (default cc); MOE_MACHINE=aarch64 with a cross compiler
 #   MAIN         the program's own C files (default: the parity program)
 #   ENGINE=1     link all of native/*.c (threads and drivers) and not only dispatch.c
@@ -14,8 +15,9 @@ here=tests/native
 main=${MAIN:-$here/main.c $here/parity.c $here/parity_layouts.c $here/parity_ops.c}
 common=native/dispatch.c
 [ -z "${ENGINE:-}" ] || common=$(echo native/*.c)
-mkdir -p "$out.d"
-exec 9> "$out.d/lock" # two builds of one program wait for each other
+tiers=build/native/tiers/$(echo "${CC:-cc} $*" | cksum | cut -d ' ' -f 1)
+mkdir -p "$out.d" "$tiers"
+exec 9> "$tiers/lock" # two builds that share objects wait for each other
 if command -v flock > /dev/null; then flock 9; fi
 
 python='
@@ -37,23 +39,23 @@ base="$(python3 -c "$python
 print(*build.CFLAGS)") -I$here -I$out.d"
 
 : > "$out.d/link.txt"
-newest_header=$(ls -t native/*.h native/*/*.h $here/*.h "$out.d/kernel_tables.h" 2>/dev/null | head -n 1)
-job() { # NAME SOURCE FLAGS: print the compiler arguments unless the object is up to date
-    object=$out.d/$1.o
+newest_header=$(ls -t native/*.h native/*/*.h $here/*.h | head -n 1)
+job() { # OBJECT SOURCE FLAGS HEADER: print the compiler arguments unless the object is up to date
+    object=$1.o
     echo "$object" >> "$out.d/link.txt"
     command="$3 -c $2 -o $object"
     if [ -f "$object" ] && [ "${CC:-cc} $command" = "$(cat "$object.cmd" 2>/dev/null)" ] &&
-        [ -z "$(find "$2" "$newest_header" -newer "$object")" ]; then return; fi
+        [ -z "$(find "$2" "$newest_header" $4 -newer "$object")" ]; then return; fi
     rm -f "$object"
     echo "${CC:-cc} $command" > "$object.cmd"
     echo "$command"
 }
 {
     while read -r tier src args; do
-        job "$(basename "$(dirname "$src")").$(basename "$src" .c).$tier" "$src" "$args $*"
+        job "$tiers/$(basename "$(dirname "$src")").$(basename "$src" .c).$tier" "$src" "$args $*" ""
     done < "$out.d/objects.txt"
-    for src in $common; do job "common.$(basename "$src" .c)" "$src" "$base ${COMMON_CFLAGS:-} $*"; done
-    for src in $main; do job "test.$(basename "$src" .c)" "$src" "$base ${COMMON_CFLAGS:-} $*"; done
+    for src in $common; do job "$out.d/common.$(basename "$src" .c)" "$src" "$base ${COMMON_CFLAGS:-} $*" "$out.d/kernel_tables.h"; done
+    for src in $main; do job "$out.d/test.$(basename "$src" .c)" "$src" "$base ${COMMON_CFLAGS:-} $*" "$out.d/kernel_tables.h"; done
 } > "$out.d/jobs.txt"
 # $CC may hold options of its own, such as a launcher
 # shellcheck disable=SC2086

@@ -11,5 +11,5 @@ grep -q avx2 /proc/cpuinfo || { echo "run-emulated: skipped, this CPU has no AVX
 out=${OUT:-build/native/emulated}
 mkdir -p "$(dirname "$out")"
 # SIMDe's own headers and -O1 together raise false "maybe uninitialized"; the wheel's build keeps that warning
-MOE_EMULATE_AVX512=1 TIERS="scalar avx512_emu" tests/native/build.sh "$out" -O1 -Wno-maybe-uninitialized "$@"
+MOE_EMULATE_AVX512=1 TIERS="scalar avx2 avx512_emu" tests/native/build.sh "$out" -O1 -Wno-maybe-uninitialized "$@"
 "$out" avx512_emu scalar

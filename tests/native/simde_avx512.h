@@ -126,6 +126,24 @@ EMU void emu_mask_storeu_epi8(void *p, __mmask64 k, __m512i a) {
     EMU_EACH(64) if ((k >> i) & 1) ((uint8_t *)p)[i] = x[i];
 }
 
+/* ---- products: calls, since SIMDe's generic code in every unrolled step of a kernel takes minutes to compile ---- */
+#define EMU_CALL static __attribute__((noinline, unused))
+EMU __m256i emu_dot_u8s8(__m256i sum, __m256i u, __m256i x) { /* even and odd bytes apart: no step saturates */
+    __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+EMU_CALL __m512i emu_dpbusd_epi32(__m512i sum, __m512i u, __m512i x) {
+    return emu_join(emu_dot_u8s8(emu_half(sum, 0), emu_half(u, 0), emu_half(x, 0)), emu_dot_u8s8(emu_half(sum, 1), emu_half(u, 1), emu_half(x, 1)));
+}
+EMU_CALL __m512i emu_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) { /* wraps, as the instruction */
+    return emu_join(_mm256_add_epi32(emu_half(sum, 0), _mm256_madd_epi16(emu_half(a, 0), emu_half(b, 0))),
+                    _mm256_add_epi32(emu_half(sum, 1), _mm256_madd_epi16(emu_half(a, 1), emu_half(b, 1))));
+}
+EMU_CALL __m512i emu_shuffle_epi8(__m512i a, __m512i index) {
+    return emu_join(_mm256_shuffle_epi8(emu_half(a, 0), emu_half(index, 0)), _mm256_shuffle_epi8(emu_half(a, 1), emu_half(index, 1)));
+}
+
 /* ---- sums: the compiler's own order, halves first ---- */
 EMU float emu_reduce_add_ps(__m512 a) {
     float x[16];
@@ -152,6 +170,8 @@ EMU int emu_reduce_add_epi32(__m512i a) {
 #undef _mm512_bslli_epi128
 #undef _mm512_bsrli_epi128
 #undef _mm512_cvtps_ph
+#undef _mm512_dpbusd_epi32
+#undef _mm512_dpwssd_epi32
 #undef _mm512_extractf32x8_ps
 #undef _mm512_extracti32x8_epi32
 #undef _mm512_i32gather_epi32
@@ -161,6 +181,7 @@ EMU int emu_reduce_add_epi32(__m512i a) {
 #undef _mm512_mask_storeu_ps
 #undef _mm512_permutex_epi64
 #undef _mm512_shuffle_epi32
+#undef _mm512_shuffle_epi8
 #undef _mm512_shuffle_f32x4
 #undef _mm512_srai_epi32
 #define _mm512_alignr_epi8        emu_alignr_epi8
@@ -181,6 +202,8 @@ EMU int emu_reduce_add_epi32(__m512i a) {
 #define _mm512_cvtps_epi32        emu_cvtps_epi32
 #define _mm512_cvtps_ph           emu_cvtps_ph
 #define _mm512_cvttps_epi32       emu_cvttps_epi32
+#define _mm512_dpbusd_epi32       emu_dpbusd_epi32
+#define _mm512_dpwssd_epi32       emu_dpwssd_epi32
 #define _mm512_extractf32x8_ps    emu_half_ps
 #define _mm512_extracti32x8_epi32 emu_half
 #define _mm512_i32gather_epi32    emu_i32gather_epi32
@@ -197,6 +220,7 @@ EMU int emu_reduce_add_epi32(__m512i a) {
 #define _mm512_reduce_add_ps      emu_reduce_add_ps
 #define _mm512_reduce_max_ps      emu_reduce_max_ps
 #define _mm512_shuffle_epi32      emu_shuffle_epi32
+#define _mm512_shuffle_epi8       emu_shuffle_epi8
 #define _mm512_shuffle_f32x4      emu_shuffle_f32x4
 #define _mm512_srai_epi32         emu_srai_epi32
 #define _mm512_srav_epi32         emu_srav_epi32
