@@ -76,7 +76,7 @@ static int make_matrix(struct moe_ctx *ctx, struct moe_matrix *w, unsigned *seed
     const struct moe_layout *layout = format ? moe_select_layout(ctx, format->layout, &error) : 0;
     if (!layout) return printf("%s\n", error), 1;
     float *x = malloc(sizeof(float) * SIDE * SIDE);
-    void *stored = malloc((size_t)(SIDE * SIDE / format->block_len * format->block_bytes));
+    void *stored = malloc((size_t)SIDE * (size_t)(SIDE / format->block_len * format->block_bytes + format->row_extra_bytes));
     void *strips = aligned_alloc(64, moe_round64(moe_matrix_bytes(layout, SIDE, SIDE)));
     for (int i = 0; i < SIDE * SIDE; i++) x[i] = (float)(rand_r(seed) % 2001 - 1000) * 1e-4f;
     int failed = moe_quantize(ctx, stored, "q8_0", x, SIDE, SIDE) ||

@@ -47,7 +47,7 @@ static struct moe_matrix matrix(struct walk *w, const char *format_name, int row
     const struct moe_format *f = moe_select_format(w->ctx, format_name, &error);
     const struct moe_layout *l = f ? moe_select_layout(w->ctx, f->layout, &error) : NULL;
     if (!l) { fprintf(stderr, "%s: %s\n", format_name, error); abort(); }
-    size_t row_bytes = (size_t)(cols / f->block_len) * (size_t)f->block_bytes;
+    size_t row_bytes = (size_t)(cols / f->block_len) * (size_t)f->block_bytes + (size_t)f->row_extra_bytes;
     float *x = floats(w, (size_t)rows * (size_t)cols, 0.1f);
     void *storage = bytes((size_t)rows * row_bytes), *strips = bytes(moe_matrix_bytes(l, rows, cols));
     TRY(w, moe_quantize(w->ctx, storage, format_name, x, rows, cols));
