@@ -70,7 +70,8 @@ static void products(struct walk *w, const char *format) {
     TRY(w, moe_linear(w->ctx, all, y, 1, x, 1, 1));
     for (int i = 0; i < 3; i++) mix(w, y[i], (size_t)T * (size_t)m[i].rows * 4);
     for (int t = 0; t < T; t++) ids[t] = t * 37 % H;
-    TRY(w, moe_embed(w->ctx, x, m, ids, T));
+    int status = moe_embed(w->ctx, x, m, ids, T), rotated = m->layout->activation == MOE_ACT_Q8_256_ROTATED;
+    TRY(w, status == (rotated ? MOE_NO_KERNEL : MOE_OK) ? MOE_OK : MOE_BAD_ARGUMENT); /* rotated rows are not the weights */
     mix(w, x, T * H * 4);
     for (int i = 0; i < 3; i++) free((void *)m[i].data), free(y[i]);
     free(bias);
