@@ -6,7 +6,7 @@ for piece in engine.load().generate("In the beginning"):
 """
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["SamplingParams", "__version__", "load"]
 
 
 def load(*args, **kwargs):
@@ -14,3 +14,11 @@ def load(*args, **kwargs):
     from .runtime import load as load_engine
 
     return load_engine(*args, **kwargs)
+
+
+def __getattr__(name):
+    if name == "SamplingParams":
+        from .sampler import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 doctor found a problem, or the output could not be written
 wrong; 130 interrupted; 141 the reader of stdout went away.
 """
 
+import os
 import sys
 
 import click
@@ -42,6 +43,9 @@ def _run(args: list[str] | None) -> int:
     except EngineError as error:
         _output.note(f"error: {error}")
         return error.exit_code
+    except MemoryError:
+        _output.note("error: out of memory; free some, or choose a smaller model, --ctx or format")
+        return EngineError.exit_code
     except (KeyboardInterrupt, click.Abort):
         _output.note("interrupted")
         return EXIT_INTERRUPTED
@@ -51,6 +55,8 @@ def _run(args: list[str] | None) -> int:
 
 def main(args: list[str] | None = None) -> None:
     """Run `millstream` and exit the process with its code. Unexpected exceptions keep their traceback."""
+    # numpy computes nothing here that needs threads, and a pool of them costs memory and start-up time.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # text models write UTF-8, whatever the locale says
     status = _run(args)

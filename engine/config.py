@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 ISA_VARIABLE = "MILLSTREAM_ISA"
+MAX_THREADS = 1024
 _MAX_INTEGER = (1 << 31) - 1  # sizes and positions are C ints in the native code
 
 
@@ -25,8 +26,8 @@ class RuntimeConfig:
     kv: str = "f16"
 
     def __post_init__(self):
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads: got {self.threads}, expected at least 1")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"threads: got {self.threads}, expected 1 to {MAX_THREADS}")
         if self.ctx is not None and self.ctx < 1:
             raise ConfigError(f"ctx: got {self.ctx}, expected at least 1")
         if self.kv not in ("f16", "f32"):

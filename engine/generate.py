@@ -63,12 +63,15 @@ class Generation:
         *,
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
     ):
-        if max_tokens is not None and max_tokens < 0:
-            raise ConfigError(f"max_tokens: got {max_tokens}, expected 0 or more")
-        self.engine, self.stop, self.ignore_eos = engine, tuple(stop), ignore_eos
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
+            raise ConfigError(f"max_tokens: got {max_tokens!r}, expected a whole number, 0 or more")
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(s, str) for s in self.stop):
+            raise ConfigError(f"stop: got {stop!r}, expected strings")
+        self.engine, self.ignore_eos = engine, ignore_eos
         self.sampling = sampling or engine.default_sampling()
         self.stats = Stats(load_s=engine.load_s)
         self.prompt_token_ids = self._encode(prompt)
@@ -76,7 +79,7 @@ class Generation:
         if room < 1:
             raise ConfigError(
                 f"the prompt has {len(self.prompt_token_ids)} tokens, the context holds {engine.max_context} and needs "
-                "room for at least one more; shorten the prompt or raise --ctx"
+                f"room for at least one more; shorten the prompt{engine.larger_context_hint()}"
             )
         self.max_tokens = room if max_tokens is None else min(max_tokens, room)
         self._limit = "length" if max_tokens is not None and max_tokens <= room else "context"
@@ -87,10 +90,18 @@ class Generation:
     def __iter__(self) -> Iterator[str]:
         return self._pieces
 
+    def __next__(self) -> str:
+        return next(self._pieces)
+
     def _encode(self, prompt) -> list[int]:
         started = time.perf_counter()
         tokenizer = self.engine.tokenizer
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence | np.ndarray) and all(isinstance(t, int | np.integer) for t in prompt):
+            ids = [int(t) for t in prompt]
+        else:
+            raise ConfigError(f"prompt: got {type(prompt).__name__}, expected text or a list of token ids")
         if not ids and tokenizer.bos_id is not None:
             ids = [tokenizer.bos_id]
         if not ids:
@@ -112,9 +123,13 @@ class Generation:
         kv = self.engine.new_kv(num_prompt + self.max_tokens)
         stats.prompt_tokens = num_prompt
         clock = time.perf_counter()
-        logits = prefill(model, kv, sequence[:num_prompt])
         for position in range(num_prompt, num_prompt + self.max_tokens):
-            token = sampler.pick(logits[0], sequence[:position], position)
+            with self.engine.lock:  # logits live in the model's buffers until the next forward pass, of anybody
+                if position == num_prompt:
+                    logits = prefill(model, kv, sequence[:num_prompt])
+                else:
+                    logits = decode_step(model, kv, token, position - 1)
+                token = sampler.pick(logits[0], sequence[:position], position)
             now = time.perf_counter()
             if position == num_prompt:
                 stats.prefill_s = now - clock
@@ -128,8 +143,6 @@ class Generation:
             self.token_ids.append(token)
             yield token
             clock = time.perf_counter()
-            if position + 1 < num_prompt + self.max_tokens:
-                logits = decode_step(model, kv, token, position)
         self.finish_reason = self._limit
 
     def _run(self) -> Iterator[str]:

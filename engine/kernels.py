@@ -116,13 +116,13 @@ class Context:
         error = ffi.new("const char **")
         handle = lib.moe_ctx_create(ffi.NULL if tier is None else tier.encode(), num_threads, error)
         if not handle:
-            missing = text(lib.moe_tier_missing(tier.encode())) if tier else None
             known = ", ".join(name for name, _, _ in tiers())
-            raise KernelError(
-                f"tier {tier or 'auto'} with {num_threads} threads: {text(error[0])}"
-                + (f" (this CPU has no {missing})" if missing else "")
-                + f"; tiers: {known}"
-            )
+            if tier is not None and tier not in known.split(", "):
+                raise KernelError(f"tier {tier!r} is unknown; known: {known}")
+            missing = text(lib.moe_tier_missing(tier.encode())) if tier else None
+            if missing:
+                raise KernelError(f"tier {tier} cannot run here: this CPU has no {missing}; known tiers: {known}")
+            raise KernelError(f"a context of {num_threads} threads: {text(error[0])}")
         self.handle = ffi.gc(handle, lib.moe_ctx_destroy)
         self.tier = text(lib.moe_ctx_tier(handle))
         self.num_threads = num_threads

@@ -1,5 +1,7 @@
 """A loaded model with its tokenizer and context: what `engine.load` returns."""
 
+import dataclasses
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ class Engine:
     def __init__(self, path: str | Path, options: RuntimeConfig):
         started = time.perf_counter()
         self.options = options
+        self.lock = threading.Lock()  # one forward pass at a time: the activations are shared
         self.files = open_model(path)
         model_module = family(self.files.architecture)
         self.max_context = self._context_length(options.ctx)
@@ -48,6 +51,10 @@ class Engine:
             raise ConfigError(f"--ctx {ctx} exceeds the {trained} positions this model was made for")
         return ctx or trained
 
+    def larger_context_hint(self) -> str:
+        """What to say after "shorten the prompt" where a larger --ctx is possible."""
+        return " or raise --ctx" if self.max_context < self.files.config["max_position_embeddings"] else ""
+
     def new_kv(self, capacity: int | None = None) -> KVCache:
         """KV cache for `capacity` positions (default: the whole context)."""
         return self.model.new_kv(capacity or self.max_context, self.options.kv)
@@ -62,13 +69,22 @@ class Engine:
         *,
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        **settings,
     ) -> Generation:
         """Continue a prompt (text or token ids); iterate the result for pieces of text.
 
-        sampling: None = the model's defaults. Raises ConfigError for a prompt that does not fit the context.
+        sampling: None = the model's defaults; settings (temperature=0, seed=1, top_p=0.9 ...: the fields of
+        SamplingParams) replace single ones. Raises ConfigError for a prompt that does not fit the context, or a setting
+        that does not exist.
         """
+        if settings:
+            known = [field.name for field in dataclasses.fields(SamplingParams)]
+            unknown = sorted(set(settings) - set(known))
+            if unknown:
+                raise ConfigError(f"generate: unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+            sampling = dataclasses.replace(sampling or self.default_sampling(), **settings)
         return Generation(self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos)
 
 
@@ -85,4 +101,4 @@ def load(
     threads: None = one per usable physical CPU; isa: None = best tier of this CPU; ctx: positions, None = all the model
     was made for; kv: "f16" or "f32". Raises an EngineError subclass that says what to do.
     """
-    return Engine(path or SHIPPED_MODEL, RuntimeConfig(threads, isa, ctx, kv))
+    return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(threads, isa, ctx, kv))

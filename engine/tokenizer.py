@@ -38,10 +38,13 @@ def _read_json(path: Path, required: bool) -> dict:
     return content
 
 
-def _as_ids(value) -> list[int]:
+def _as_ids(value, where: str) -> list[int]:
     """A token id of a config file: absent, one, or several."""
-    values = value if isinstance(value, list) else [value]
-    return [n for n in values if isinstance(n, int) and not isinstance(n, bool)]
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    bad = next((n for n in values if not isinstance(n, int) or isinstance(n, bool) or n < 0), None)
+    if bad is not None:
+        raise WeightsError(f"{where} = {value!r}: {bad!r} is not a token id")
+    return values
 
 
 def _decoder_kind(spec: dict | None, where: str) -> str:
@@ -133,9 +136,11 @@ class Tokenizer:
 
     def _read_special_tokens(self, model_config: dict, generation_config: dict) -> None:
         def first_given(key, name):
-            for source in (generation_config, model_config):
-                if _as_ids(source.get(key)):
-                    return _as_ids(source[key])
+            sources = {"generation_config.json": generation_config, "config.json": model_config}
+            for file, source in sources.items():
+                ids = _as_ids(source.get(key), f"{file}: {key}")
+                if ids:
+                    return ids
             named = self._named_token(name)
             return [] if named is None else [named]
 

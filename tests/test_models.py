@@ -174,3 +174,28 @@ def test_a_value_that_is_not_finite_stops_the_run_with_the_layer(tiny_snapshot):
     loaded.model.blocks[1].post_attention_layernorm.array[3] = np.nan
     with pytest.raises(NumericsError, match="layer 1"):
         prefill(loaded.model, loaded.new_kv(), np.array([1, 2, 3], np.int32))
+
+
+def test_one_model_serves_several_threads_with_the_same_text(tiny_snapshot):
+    from concurrent.futures import ThreadPoolExecutor
+
+    loaded = engine.load(tiny_snapshot("mha_base"))
+
+    def text(_=None):
+        return "".join(loaded.generate("The router picks experts", max_tokens=40, temperature=0, ignore_eos=True))
+
+    alone = text()
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(text, range(8))) == {alone}
+
+
+def test_settings_are_named_and_checked(tiny_snapshot):
+    loaded = engine.load(tiny_snapshot("mha_base"))
+    generation = loaded.generate("The router", max_tokens=8, temperature=0.7, seed=3, stop="zzz")
+    assert isinstance(next(generation), str)
+    with pytest.raises(ConfigError, match="temprature"):
+        loaded.generate("x", temprature=0)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        loaded.generate("x", max_tokens=2.5)
+    with pytest.raises(ConfigError, match="prompt"):
+        loaded.generate(b"x")

@@ -1,9 +1,25 @@
 """`millstream convert`: a Hugging Face directory to a snapshot."""
 
+import json
+
 import click
 
 from . import _options
 from ._output import note, size, write, write_json
+
+
+def check_side_files(src) -> None:
+    """Refuse a source whose tokenizer or sampler defaults `generate` would refuse later. Raises EngineError."""
+    from pathlib import Path
+
+    from ..sampler import SamplingParams
+    from ..tokenizer import Tokenizer
+
+    if (Path(src) / "config.json").is_file():  # what is no model directory at all is the converter's to refuse
+        Tokenizer.from_dir(src)
+        defaults = Path(src) / "generation_config.json"
+        if defaults.is_file():
+            SamplingParams.from_generation_config(json.loads(defaults.read_text(encoding="utf-8")))
 
 
 @click.command()
@@ -30,6 +46,7 @@ def convert(src, out, layout, force, threads, as_json, **formats):
 
     from ._progress import Meter
 
+    check_side_files(src)
     with Meter("convert") as meter:
         done = convert_hf(
             src,

@@ -9,6 +9,9 @@
  * Quantizer: d = m / -16 with m the value of largest magnitude (the first of several), q = trunc(x / d + 16.5) at
  * most 31; byte-equal to gguf.quants. */
 #include "strip.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_FORMAT_SAME_AS(q5_0, avx2, "a strip is eight rows: 512-bit registers gain nothing, and Bochs computes them otherwise");
+#else
 struct block { uint8_t d[2]; uint8_t high[4]; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 22, "q5_0 block");
 
@@ -48,3 +51,4 @@ SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f1
 
 MOE_EXPORT_FORMAT(q5_0, .version = 1, .block_len = 32, .block_bytes = 22, .layout = "byte8_q5_0",
                   .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
+#endif

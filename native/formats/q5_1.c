@@ -9,6 +9,9 @@
  * Produced by GGUF quantizers. Layout byte8_q5_1 (codes 0..31), lossless: 24 bytes become 36.
  * Quantizer: d = (max - min) / 31, m = min, q = trunc((x - min) / d + 0.5); byte-equal to gguf.quants. */
 #include "strip.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_FORMAT_SAME_AS(q5_1, avx2, "a strip is eight rows: 512-bit registers gain nothing, and Bochs computes them otherwise");
+#else
 struct block { uint8_t d[2]; uint8_t m[2]; uint8_t high[4]; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 24, "q5_1 block");
 
@@ -56,3 +59,4 @@ SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f1
 
 MOE_EXPORT_FORMAT(q5_1, .version = 1, .block_len = 32, .block_bytes = 24, .layout = "byte8_q5_1",
                   .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
+#endif
