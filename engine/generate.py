@@ -98,7 +98,7 @@ class Generation:
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence | np.ndarray) and all(isinstance(t, int | np.integer) for t in prompt):
+        elif isinstance(prompt, list | tuple | range | np.ndarray) and all(isinstance(t, int | np.integer) for t in prompt):
             ids = [int(t) for t in prompt]
         else:
             raise ConfigError(f"prompt: got {type(prompt).__name__}, expected text or a list of token ids")
@@ -128,7 +128,7 @@ class Generation:
                 if position == num_prompt:
                     logits = prefill(model, kv, sequence[:num_prompt])
                 else:
-                    logits = decode_step(model, kv, token, position - 1)
+                    logits = decode_step(model, kv, int(sequence[position - 1]), position - 1)
                 token = sampler.pick(logits[0], sequence[:position], position)
             now = time.perf_counter()
             if position == num_prompt:
