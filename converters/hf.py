@@ -8,7 +8,7 @@ from engine import __version__
 from engine.errors import ConfigError
 from engine.formats import FORMATS
 from engine.kernels import Context
-from engine.weights.architectures import expected_tensors
+from engine.weights.architectures import expected_tensors, output_axis
 from engine.weights.base import ProgressCallback, ProgressMeter
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.errors import ConversionIOError, QuantizedSourceError, UnknownArchitectureError
@@ -50,6 +50,17 @@ def _model_type(checkpoint: Checkpoint) -> str:
     if not isinstance(model_type, str):
         raise UnknownArchitectureError(f"{checkpoint.path / 'config.json'}: model_type is {model_type!r}, no name")
     return model_type
+
+
+def _refuse_other_axis(architecture: str, plan) -> None:
+    """A format that shares scales along an axis means the output dimension of the source's tensors."""
+    axis = output_axis(architecture)
+    for record in plan:
+        if record.params.get("axis", axis) != axis:
+            raise ConfigError(
+                f"tensor {record.name}: format {record.format} shares scales along axis {record.params['axis']}, but the "
+                f"output dimension of {architecture} weights is axis {axis}; choose another format"
+            )
 
 
 def _role_summary(formats: RoleFormats, expected: dict) -> dict[str, str]:
@@ -105,6 +116,7 @@ class _Job:
         self.quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
         self.roles = _role_summary(formats, expected)
         self.plan = [self.quantizer.plan(name, want, self.roles[want.role]) for name, want in expected.items()]
+        _refuse_other_axis(self.architecture, self.plan)
         self.source_bytes = sum(source.nbytes for source in self.sources.values())
 
     def _header(self) -> Header:

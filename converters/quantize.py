@@ -77,7 +77,8 @@ class Quantizer:
 
     def _can_quantize(self, name: str) -> bool:
         try:
-            self._context.quantize(name, np.zeros((1, self._formats[name].block_len), np.float32))
+            descriptor = self._formats[name]
+            self._context.quantize(name, np.zeros((descriptor.group_rows or 1, descriptor.block_len), np.float32))
         except KernelError:
             return False
         return True
@@ -96,6 +97,11 @@ class Quantizer:
                 f"{format_name} block; formats that fit: {brief(fits, 100)}"
             )
         rows = want.shape[0] if len(want.shape) == 2 else 1
+        if descriptor.group_rows and rows % descriptor.group_rows:
+            raise BlockLengthError(
+                f"tensor {name}: its {rows} rows are not a multiple of the {descriptor.group_rows} that share a scale in "
+                f"{format_name}; choose another format"
+            )
         nbytes, layout = rows * descriptor.row_bytes(cols), None
         if len(want.shape) == 2 and self._layout != "storage":
             strips = self._context.matrix_bytes(descriptor.layout, rows, cols)
@@ -103,18 +109,21 @@ class Quantizer:
                 nbytes, layout = strips, descriptor.layout
         return TensorRecord(
             name=name, format=format_name, format_version=descriptor.version, layout=layout, shape=want.shape,
-            role=want.role, file="", offset=0, nbytes=nbytes, checksum="",
+            role=want.role, file="", offset=0, nbytes=nbytes, checksum="", params=dict(descriptor.params),
         )  # fmt: skip
 
     # ---- producing ---------------------------------------------------------------------------------------------------
 
     def chunks(self, record: TensorRecord, source: SourceTensor) -> Iterator[np.ndarray]:
-        """The stored bytes of a tensor, in order, as uint8 arrays; memory for one chunk of rows.
+        """The stored bytes of a tensor, in order, as uint8 arrays; memory for one chunk of rows, or for the whole tensor
+        where its rows share data.
 
         Raises: NonFiniteError for a NaN or infinite weight, or one that the format cannot hold.
         """
         rows, cols = record.rows, record.cols
         step = max(_STRIP_ROWS, _CHUNK_VALUES // cols // _STRIP_ROWS * _STRIP_ROWS)
+        if self._formats[record.format].group_rows:
+            step = rows
         for first in range(0, rows, step):
             last = min(first + step, rows)
             x = self._floats(source, first, last).reshape(last - first, cols)

@@ -87,7 +87,8 @@ def check_format(name: str, context, reference) -> FormatCheck:
     tables = context.format(name), context.layout(layout)
     codec, kernel = (kernels.text(t.same_as) or kernels.text(t.tier) for t in tables)
     rng = np.random.default_rng(1)
-    storage = _finite_rows(reference, name, ROWS, COLS, rng)
+    group = context.format(name).group_rows or 1
+    storage = _finite_rows(reference, name, -(-ROWS // group) * group, COLS, rng)
     x = rng.standard_normal((max(TOKEN_COUNTS), COLS), np.float32)
     here, scalar = _Product(context, name, storage, x), _Product(reference, name, storage, x)
     parity = "equal"

@@ -161,16 +161,25 @@ class Context:
                 "choose a format with a block that divides it (for example q8_0, or f16)"
             )
 
+    def _check_rows(self, format_name: str, rows: int):
+        group = self.format(format_name).group_rows
+        if group and (rows <= 0 or rows % group):
+            raise FormatError(
+                f"format {format_name}: {rows} rows are not a multiple of the {group} that share scales; choose another "
+                "format"
+            )
+
     def row_bytes(self, format_name: str, cols: int) -> int:
-        """Storage bytes of one row."""
+        """Storage bytes of one row, or its share of the matrix where rows do not stand alone."""
         self._check_cols(format_name, cols)
         table = self.format(format_name)
         return cols // table.block_len * table.block_bytes + table.row_extra_bytes
 
     def quantize(self, format_name: str, x: np.ndarray) -> np.ndarray:
-        """float32 [rows, cols] to storage rows, uint8 [rows, row_bytes]."""
+        """float32 [rows, cols] to storage rows, uint8 [rows, row_bytes]; whole matrices where rows share data."""
         x = np.ascontiguousarray(x, np.float32)
         rows, cols = x.shape
+        self._check_rows(format_name, rows)
         out = np.empty((rows, self.row_bytes(format_name, cols)), np.uint8)
         status = lib.moe_quantize(self.handle, address(out), format_name.encode(), address(x, "float *"), rows, cols)
         check(status, f"quantize to {format_name}")
@@ -178,6 +187,7 @@ class Context:
 
     def encode(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> np.ndarray:
         """Storage rows (uint8, rows * row_bytes) to strips of the format's layout (uint8, 64-byte aligned)."""
+        self._check_rows(format_name, rows)
         expected = rows * self.row_bytes(format_name, cols)
         storage = np.ascontiguousarray(storage).view(np.uint8).reshape(-1)
         if storage.nbytes != expected:

@@ -138,6 +138,6 @@ const struct moe_format *moe_select_format(const struct moe_ctx *ctx, const char
         k = find_format(name, k->same_as);
     }
     if (!k) { *error = "no codec for this format"; return 0; }
-    if (!k->encode_strip) { *error = "codec table has an empty slot"; return 0; }
+    if (k->group_rows ? !k->encode_group : !k->encode_strip) { *error = "codec table has an empty slot"; return 0; }
     return k;
 }

@@ -149,9 +149,12 @@ static const struct unit *unit_of_task(const struct experts_job *j, int task, in
 
 static void multiply_rows(const struct experts_job *j, const struct moe_matrix *w, float *const *y,
                           const void *const *x, int n, int row0, int row1) {
-    int strip_rows = w->layout->strip_rows;
-    w->layout->matmul(y, w->data, w->rows, w->cols, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows, x, n);
-    for (int t = 0; w->bias && t < n; t++) j->vec->add(y[t] + row0, w->bias + row0, row1 - row0);
+    int strip_rows = w->layout->strip_rows, first = row0 / strip_rows, last = (row1 + strip_rows - 1) / strip_rows;
+    const struct moe_runs runs = moe_runs(w, first, last);
+    w->layout->matmul(y, w->data, w->rows, w->cols, first, last, x, n);
+    for (int t = 0; w->bias && t < n; t++)
+        for (int64_t k = 0, row = runs.first; k < runs.count; k++, row += runs.stride)
+            j->vec->add(y[t] + row, w->bias + row, runs.len);
 }
 
 static void quantize_hidden(const struct experts_job *j, const struct unit *u) {
@@ -167,6 +170,9 @@ static void gate_up_task(void *arg, int task, int worker) {
     struct unit *u = (struct unit *)unit_of_task(j, task, 0);
     const struct moe_matrix *gate = &u->expert->gate, *up = &u->expert->up;
     int row0 = (task - u->first_task) * u->rows_per_task, row1 = min_int(row0 + u->rows_per_task, gate->rows);
+    /* Rows as the strips count them; where those are scattered, gate and up have the same strips (expert_ok). */
+    const int strip_rows = gate->layout->strip_rows;
+    const struct moe_runs runs = moe_runs(gate, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows);
     float *g[MOE_MAX_TOKENS], *v[MOE_MAX_TOKENS];
     const void *xg[MOE_MAX_TOKENS], *xu[MOE_MAX_TOKENS];
     for (int i = 0; i < u->count; i += MOE_MAX_TOKENS) {
@@ -180,7 +186,9 @@ static void gate_up_task(void *arg, int task, int worker) {
         }
         multiply_rows(j, gate, g, xg, n, row0, row1);
         multiply_rows(j, up, v, xu, n, row0, row1);
-        for (int t = 0; t < n; t++) j->vec->swiglu(g[t] + row0, g[t] + row0, v[t] + row0, row1 - row0);
+        for (int t = 0; t < n; t++)
+            for (int64_t k = 0, row = runs.first; k < runs.count; k++, row += runs.stride)
+                j->vec->swiglu(g[t] + row, g[t] + row, v[t] + row, runs.len);
     }
     if (atomic_fetch_sub(&u->blocks_left, 1) == 1) quantize_hidden(j, u);
 }
@@ -240,6 +248,7 @@ static void run_window(struct experts_job *j) {
 static int expert_ok(const struct moe_expert *e, int hidden_size) {
     if (!e || !moe_matrix_ok(&e->gate) || !moe_matrix_ok(&e->up) || !moe_matrix_ok(&e->down)) return 0;
     int a = e->gate.layout->strip_rows, b = e->up.layout->strip_rows;
+    if (e->gate.layout->scattered != e->up.layout->scattered || (e->gate.layout->scattered && a != b)) return 0;
     return e->gate.cols == hidden_size && e->up.cols == hidden_size && e->down.rows == hidden_size &&
            e->up.rows == e->gate.rows && e->down.cols == e->gate.rows && max_int(a, b) % min_int(a, b) == 0;
 }

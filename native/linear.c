@@ -38,10 +38,14 @@ static int layout_ok(const struct moe_layout *k, int cols) {
     return cols > 0 && cols % k->block_len == 0 && moe_activation_bytes(k->activation, cols) > 0;
 }
 
-int moe_matrix_ok(const struct moe_matrix *w) { return w && w->data && w->rows > 0 && layout_ok(w->layout, w->cols); }
+int moe_matrix_ok(const struct moe_matrix *w) {
+    if (!w || !w->data || w->rows < 1 || !layout_ok(w->layout, w->cols)) return 0;
+    return !w->layout->scattered || w->rows % w->layout->strip_rows == 0;
+}
 
 size_t moe_matrix_bytes(const struct moe_layout *layout, int rows, int cols) {
     if (!layout || !layout->strip_bytes || rows < 1 || cols < 1 || cols % layout->block_len) return 0;
+    if (layout->scattered && rows % layout->strip_rows) return 0;
     return ((size_t)rows + (size_t)layout->strip_rows - 1) / (size_t)layout->strip_rows * layout->strip_bytes(cols);
 }
 
@@ -81,6 +85,10 @@ struct encode_job {
 static void encode_strips(void *arg, int64_t first, int64_t last) {
     const struct encode_job *j = arg;
     for (int64_t s = first; s < last; s++) {
+        if (j->format->group_rows) {
+            j->format->encode_group(j->out + (size_t)s * j->strip_bytes, j->rows_in, j->rows, j->cols, (int)s);
+            continue;
+        }
         int64_t row = s * j->layout->strip_rows, left = j->rows - row;
         int num_rows = left < j->layout->strip_rows ? (int)left : j->layout->strip_rows;
         j->format->encode_strip(j->out + (size_t)s * j->strip_bytes, j->rows_in + (size_t)row * j->row_bytes,
@@ -91,7 +99,8 @@ static void encode_strips(void *arg, int64_t first, int64_t last) {
 int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, const struct moe_layout *layout,
                const void *rows_in, int rows, int cols) {
     if (!ctx || !out || !format || !layout || !rows_in || rows < 1 || !layout_ok(layout, cols)) return MOE_BAD_ARGUMENT;
-    if (!format->encode_strip) return MOE_NO_KERNEL;
+    if (format->group_rows ? !format->encode_group : !format->encode_strip) return MOE_NO_KERNEL;
+    if (format->group_rows && (rows % format->group_rows || layout->strip_rows != format->group_rows)) return MOE_BAD_ARGUMENT;
     if (cols % format->block_len || !moe_same_name(format->layout, layout->name)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     struct encode_job job = {out, rows_in, format, layout, moe_row_bytes(format, cols),
@@ -107,6 +116,7 @@ struct quantize_job {
     char *out;
     const float *x;
     size_t row_bytes;
+    int64_t rows;
     int cols;
     atomic_int bad;
 };
@@ -120,14 +130,31 @@ static void quantize_rows(void *arg, int64_t first, int64_t last) {
     }
 }
 
+/* Rows that share data are quantized together, a group at a time. */
+static void quantize_groups(void *arg, int64_t first, int64_t last) {
+    struct quantize_job *j = arg;
+    int64_t groups = j->rows / j->format->group_rows;
+    for (int64_t g = first; g < last; g++) {
+        for (int64_t r = g; r < j->rows; r += groups)
+            if (!j->vec->all_finite(j->x + r * j->cols, j->cols)) atomic_store_explicit(&j->bad, 1, memory_order_relaxed);
+        j->format->quantize_group(j->out, j->x, (int)j->rows, j->cols, (int)g);
+    }
+}
+
+/* 1 when `rows` rows of `cols` columns are whole blocks and groups. */
+static int storage_ok(const struct moe_format *f, int64_t rows, int cols) {
+    return cols % f->block_len == 0 && (!f->group_rows || (rows % f->group_rows == 0 && rows <= INT32_MAX));
+}
+
 int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols) {
     const struct moe_format *f = scalar_format(format);
     if (!ctx || !out || !format || !x || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
-    if (!f || !f->quantize_row) return MOE_NO_KERNEL;
-    if (cols % f->block_len) return MOE_BAD_ARGUMENT;
+    if (!f || !(f->group_rows ? f->quantize_group != 0 : f->quantize_row != 0)) return MOE_NO_KERNEL;
+    if (!storage_ok(f, rows, cols)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
-    struct quantize_job job = {ctx->vec, f, out, x, moe_row_bytes(f, cols), cols, 0};
-    parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, quantize_rows, &job);
+    struct quantize_job job = {ctx->vec, f, out, x, moe_row_bytes(f, cols), rows, cols, 0};
+    if (f->group_rows) parallel_spans(ctx, rows / f->group_rows, 1, quantize_groups, &job);
+    else parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, quantize_rows, &job);
     return moe_leave(ctx, saved, job.bad ? MOE_NONFINITE : MOE_OK);
 }
 
@@ -135,7 +162,7 @@ struct check_job {
     const struct moe_format *format;
     const char *rows_in;
     size_t row_bytes;
-    int64_t blocks;
+    int64_t blocks, rows;
     int cols;
     _Atomic int64_t first_bad;
 };
@@ -143,7 +170,8 @@ struct check_job {
 static void check_rows(void *arg, int64_t first, int64_t last) {
     struct check_job *j = arg;
     for (int64_t r = first; r < last && r * j->blocks < atomic_load(&j->first_bad); r++) {
-        int block = j->format->check_row(j->rows_in + (size_t)r * j->row_bytes, j->cols);
+        int block = j->format->group_rows ? j->format->check_group(j->rows_in, (int)j->rows, j->cols, (int)r)
+                                          : j->format->check_row(j->rows_in + (size_t)r * j->row_bytes, j->cols);
         if (block < 0) continue;
         int64_t found = r * j->blocks + block, known = atomic_load(&j->first_bad);
         while (found < known && !atomic_compare_exchange_weak(&j->first_bad, &known, found)) continue;
@@ -153,12 +181,12 @@ static void check_rows(void *arg, int64_t first, int64_t last) {
 int64_t moe_check_rows(struct moe_ctx *ctx, const char *format, const void *rows_in, int64_t rows, int cols) {
     const struct moe_format *f = scalar_format(format);
     if (!ctx || !format || !rows_in || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
-    if (!f || !f->check_row) return MOE_NO_KERNEL;
-    if (cols % f->block_len) return MOE_BAD_ARGUMENT;
+    if (!f || !(f->group_rows ? f->check_group != 0 : f->check_row != 0)) return MOE_NO_KERNEL;
+    if (!storage_ok(f, rows, cols)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     int64_t blocks = cols / f->block_len;
-    struct check_job job = {f, rows_in, moe_row_bytes(f, cols), blocks, cols, INT64_MAX};
-    parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, check_rows, &job);
+    struct check_job job = {f, rows_in, moe_row_bytes(f, cols), blocks, rows, cols, INT64_MAX};
+    parallel_spans(ctx, f->group_rows ? rows / f->group_rows : rows, TASK_ELEMENTS / cols + 1, check_rows, &job);
     moe_leave(ctx, saved, MOE_OK);
     return job.first_bad == INT64_MAX ? -1 : job.first_bad;
 }
@@ -256,21 +284,22 @@ struct linear_job {
 
 static void linear_group(const struct linear_job *j, const struct linear_part *p, int first, int last, int t0, int n) {
     const struct moe_matrix *w = p->w;
-    int64_t row0 = (int64_t)first * w->layout->strip_rows, row1 = (int64_t)last * w->layout->strip_rows;
-    if (row1 > w->rows) row1 = w->rows;
-    int64_t rows = row1 - row0;
+    const struct moe_runs runs = moe_runs(w, first, last);
     float *y[MOE_MAX_TOKENS] = {0}, old[MOE_MAX_TOKENS][MAX_TASK_ROWS];
     const void *x[MOE_MAX_TOKENS] = {0};
     for (int t = 0; t < n; t++) {
         y[t] = p->y + (int64_t)(t0 + t) * w->rows;
         x[t] = p->act + (size_t)(t0 + t) * p->act_stride;
-        if (j->add) memcpy(old[t], y[t] + row0, (size_t)rows * sizeof(float));
+        for (int k = 0; j->add && k < runs.count; k++)
+            memcpy(old[t] + k * runs.len, y[t] + runs.first + k * runs.stride, (size_t)runs.len * sizeof(float));
     }
     w->layout->matmul(y, w->data, w->rows, w->cols, first, last, x, n);
-    for (int t = 0; t < n; t++) {
-        if (w->bias) j->vec->add(y[t] + row0, w->bias + row0, rows);
-        if (j->add) j->vec->add(y[t] + row0, old[t], rows);
-    }
+    for (int t = 0; t < n; t++)
+        for (int k = 0; k < runs.count; k++) {
+            int64_t row = runs.first + k * runs.stride;
+            if (w->bias) j->vec->add(y[t] + row, w->bias + row, runs.len);
+            if (j->add) j->vec->add(y[t] + row, old[t] + k * runs.len, runs.len);
+        }
 }
 
 static void linear_task(void *arg, int task, int worker) {
@@ -368,8 +397,11 @@ struct embed_job {
 
 static void embed_rows(void *arg, int64_t first, int64_t last) {
     const struct embed_job *j = arg;
-    for (int64_t t = first; t < last; t++)
-        j->exact->dequantize_row(j->y + t * j->w->cols, j->w->data, j->w->cols, j->ids[t]);
+    int strips = moe_strips(j->w), strip_rows = j->exact->strip_rows;
+    for (int64_t t = first; t < last; t++) {
+        int id = j->ids[t], row = j->exact->scattered ? id % strips * strip_rows + id / strips : id;
+        j->exact->dequantize_row(j->y + t * j->w->cols, j->w->data, j->w->cols, row);
+    }
 }
 
 int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const int32_t *ids, int num_tokens) {

@@ -17,6 +17,13 @@ static inline size_t moe_row_bytes(const struct moe_format *f, int cols) { /* st
 static inline int moe_strips(const struct moe_matrix *w) {
     return (int)(((int64_t)w->rows + w->layout->strip_rows - 1) / w->layout->strip_rows);
 }
+/* Output rows of strips [first, last): `count` runs of `len` rows, `stride` apart. */
+struct moe_runs { int64_t first, len, stride; int count; };
+static inline struct moe_runs moe_runs(const struct moe_matrix *w, int first, int last) {
+    int64_t row0 = (int64_t)first * w->layout->strip_rows, row1 = (int64_t)last * w->layout->strip_rows;
+    if (w->layout->scattered) return (struct moe_runs){first, last - first, moe_strips(w), w->layout->strip_rows};
+    return (struct moe_runs){row0, (row1 < w->rows ? row1 : w->rows) - row0, 0, 1};
+}
 static inline size_t moe_data_bytes(const struct moe_matrix *w) {
     return moe_matrix_bytes(w->layout, w->rows, w->cols);
 }

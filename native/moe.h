@@ -40,12 +40,16 @@ struct moe_layout {
     int activation;      /* enum moe_activation */
     int block_len;       /* cols is a multiple of this */
     int strip_rows;      /* 8 interleaved rows, or 1 for row-major float layouts */
+    /* 0: strip s holds rows s * strip_rows and the following. 1: rows s, s + n, s + 2 n ... of a matrix with n strips,
+     * whose number of rows is a multiple of strip_rows. */
+    int scattered;
     size_t (*strip_bytes)(int cols);
     /* y[t][r] = sum_c W[r][c] * x[t][c] for the rows of strips [first, last), clipped to `rows`; 1 <= T <= 8.
      * w is strip 0; y[t] is row 0 of token t; x[t] is in the layout's activation form. */
     void (*matmul)(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x,
                    int num_tokens);
-    /* One row back to float32, in the storage format's own rounding. Scalar tier only. */
+    /* One row back to float32, in the storage format's own rounding. `row` counts in the order of the strips: its place
+     * is row % strip_rows of strip row / strip_rows. Scalar tier only. */
     void (*dequantize_row)(float *y, const void *w, int cols, int row);
 };
 
@@ -66,6 +70,13 @@ struct moe_format {
     void (*quantize_row)(void *blocks, const float *x, int cols);
     /* Index of the first block whose scale is not finite, or -1. Scalar tier only. */
     int (*check_row)(const void *blocks, int cols);
+    /* Formats whose rows do not stand alone: group_rows rows share data, the matrix is stored as a whole (its length is
+     * still rows * cols / block_len * block_bytes), rows are a multiple of group_rows, and these three take the place of
+     * the functions above. group j of rows / group_rows is strip j of the layout. 0 and NULL for all other formats. */
+    int group_rows;
+    void (*encode_group)(void *strip, const void *matrix, int rows, int cols, int group);
+    void (*quantize_group)(void *matrix, const float *x, int rows, int cols, int group);
+    int (*check_group)(const void *matrix, int rows, int cols, int group); /* block of columns, or -1 */
 };
 
 struct moe_matrix {
@@ -138,7 +149,8 @@ int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, 
                const void *rows_in, int rows, int cols);
 /* float32 [rows, cols] -> storage rows, all threads. */
 int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols);
-/* First (row * blocks_per_row + block) with a non-finite scale, or -1; < -1 is a status. */
+/* First (row * blocks_per_row + block) with a non-finite scale, or -1; < -1 is a status. With group_rows: the row is the
+ * number of the group, which is its first row. */
 int64_t moe_check_rows(struct moe_ctx *ctx, const char *format, const void *rows_in, int64_t rows, int cols);
 /* 16-bit floats <-> float32, round to nearest even; kind 0 f16, 1 bf16. */
 int moe_to_f32(struct moe_ctx *ctx, float *out, const void *in, int64_t n, int kind);

@@ -41,6 +41,16 @@ def runtime_options(command):
     return model_option(threads_option(isa_option(kv(command))))
 
 
+def format_notes(loaded) -> list[str]:
+    """A line for each format with parameters of its own, which a model only has by explicit choice at conversion."""
+    notes = {}
+    for record in loaded.files.tensors.values():
+        if record.params:
+            values = ", ".join(f"{name} {value}" for name, value in record.params.items())
+            notes[f"format: {record.format}, {values}"] = None
+    return list(notes)
+
+
 def describe(loaded) -> str:
     """One line on what an engine runs with."""
     files, context = loaded.files, loaded.context

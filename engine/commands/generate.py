@@ -129,6 +129,8 @@ class Run:
 
         self.loaded = engine.load(runtime.pop("model"), **runtime)
         note(_options.describe(self.loaded))
+        for line in _options.format_notes(self.loaded):
+            note(line)
         sampling, self.sources = choose_sampling(self.loaded, sampling_flags)
         note(describe_sampling(sampling, self.sources))
         self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)

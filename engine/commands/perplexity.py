@@ -72,6 +72,8 @@ def perplexity(model, threads, isa, kv, text_file, ctx, stride, score, as_json):
     if ctx > loaded.max_context:
         raise ConfigError(f"--ctx {ctx} exceeds the {loaded.max_context} positions this model was made for")
     note(_options.describe(loaded))
+    for line in _options.format_notes(loaded):
+        note(line)
     started = time.perf_counter()
     result, ids = _measure(loaded, text, ctx, stride, score)
     seconds = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """What a weight format is, in numpy: the definition and the oracle of the native codecs, and never on the hot path."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,9 +12,9 @@ from engine.errors import FormatError
 class Format:
     """A storage format: how the weights of a row lie in a file.
 
-    dequantize: uint8 [rows, row_bytes(cols)], cols -> float32 [rows, cols]. max_relative_error bounds our quantizer on
-    Gaussian weights, as RMS of the error over RMS of the weights; None where the format is only read. rotate: x -> x Q
-    where rows hold W Q and not W (dequantize gives the stored rows).
+    dequantize: uint8 [rows, row_bytes(cols)], cols -> float32 [rows, cols]; with group_rows, a whole matrix.
+    max_relative_error bounds our quantizer on Gaussian weights, as RMS of the error over RMS of the weights; None where
+    the format is only read. rotate: x -> x Q where rows hold W Q and not W (dequantize gives the stored rows).
     """
 
     name: str
@@ -28,6 +28,8 @@ class Format:
     source: str
     rotate: Callable[[np.ndarray], np.ndarray] | None = None
     row_extra_bytes: int = 0  # bytes behind the blocks of a row
+    group_rows: int = 0  # rows of a matrix that share data; such a matrix is stored as a whole, 0: rows stand alone
+    params: dict = field(default_factory=dict)  # what a snapshot's records repeat for the reader, e.g. axis and group
 
     def row_bytes(self, cols: int) -> int:
         """Bytes of a row of `cols` weights. Raises: FormatError when blocks do not fit."""
@@ -37,6 +39,14 @@ class Format:
                 "store this tensor in a format with shorter blocks"
             )
         return cols // self.block_len * self.block_bytes + self.row_extra_bytes
+
+    def check_rows(self, rows: int) -> None:
+        """Raises: FormatError when rows that share data are not complete."""
+        if self.group_rows and (rows <= 0 or rows % self.group_rows):
+            raise FormatError(
+                f"format {self.name}: got {rows} rows, expected a positive multiple of the {self.group_rows} that share "
+                "scales; store this tensor in another format"
+            )
 
     @property
     def bits_per_weight(self) -> float:

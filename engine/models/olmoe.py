@@ -82,6 +82,7 @@ class Config:
         return result
 
 
+OUTPUT_AXIS = 0  # weights are those of nn.Linear: [out, in]
 # Our tensor name -> name in a Hugging Face checkpoint; {n} layer, {e} expert. Shapes are checked by `shapes`.
 TENSORS = {
     "embed_tokens": "model.embed_tokens.weight",

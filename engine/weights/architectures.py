@@ -83,6 +83,11 @@ def model_config(architecture: str, config: dict):
     return checked
 
 
+def output_axis(architecture: str) -> int | None:
+    """Axis of a checkpoint's matrices that is the output dimension, or None where the family does not say."""
+    return getattr(family(architecture), "OUTPUT_AXIS", None)
+
+
 def _refuse_too_many(templates: Iterable[str], checked, num_listed: int) -> None:
     """Count before a name is made."""
     layers, experts = checked.num_hidden_layers, checked.num_experts

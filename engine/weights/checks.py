@@ -39,18 +39,27 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def check_format(where: str, record: TensorRecord, formats: Mapping, context) -> None:
-    """Format, its version and the layout, by name. Raises: UnknownFormatError, FormatVersionError, UnknownLayoutError,
+def check_format(where: str, record: TensorRecord, formats: Mapping, context, min_reader: str = "") -> None:
+    """Format, its version, parameters and the layout, by name. min_reader: what the header says it needs. Raises: UnknownFormatError, FormatVersionError, UnknownLayoutError,
     MissingKernelError, BlockLengthError."""
     where = f"{where}: tensor {record.name}"
     if record.format not in formats:
         known = brief(sorted(formats), 100)
-        raise UnknownFormatError(f"{where}: format {record.format!r} is unknown (known: {known}); update millstream")
+        needs = f" to {min_reader} or newer" if min_reader else ""
+        raise UnknownFormatError(
+            f"{where}: format {record.format!r} (version {record.format_version}) is unknown (known: {known}); update "
+            f"millstream{needs}"
+        )
     descriptor = formats[record.format]
     if record.format_version != descriptor.version:
         raise FormatVersionError(
             f"{where}: format {record.format} has version {record.format_version}, this millstream reads version "
             f"{descriptor.version}; convert the model again or use the millstream that wrote it"
+        )
+    if descriptor.params and record.params != descriptor.params:
+        raise UnknownFormatError(
+            f"{where}: format {record.format} with {record.params or 'no parameters'}, this millstream reads "
+            f"{descriptor.params}; update millstream or convert the model again"
         )
     if record.layout is not None and record.layout != descriptor.layout:
         raise UnknownLayoutError(
@@ -60,6 +69,10 @@ def check_format(where: str, record: TensorRecord, formats: Mapping, context) ->
     if record.cols % descriptor.block_len:
         raise BlockLengthError(
             f"{where}: row length {record.cols} is not a multiple of the {descriptor.block_len} of {record.format}"
+        )
+    if descriptor.group_rows and record.rows % descriptor.group_rows:
+        raise BlockLengthError(
+            f"{where}: {record.rows} rows are not a multiple of the {descriptor.group_rows} of {record.format}"
         )
     if len(record.shape) == 2:
         check_kernel(where, record.format, descriptor.layout, context)

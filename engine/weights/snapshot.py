@@ -107,7 +107,7 @@ class Snapshot(ModelFiles):
             )
         checks.check_names(where, self.tensors, expected)
         for record in self.tensors.values():
-            checks.check_format(where, record, FORMATS, self._context)
+            checks.check_format(where, record, FORMATS, self._context, header.min_reader)
         checks.check_shapes(where, self.tensors, expected)
         for record in self.tensors.values():
             checks.check_length(where, record, FORMATS[record.format], self._context)
@@ -197,6 +197,8 @@ class Snapshot(ModelFiles):
 
 def first_nonfinite_row(context, record: TensorRecord, stored, rows: int) -> int | None:
     """First of the first `rows` rows with a value that is not finite, or None."""
+    if FORMATS[record.format].group_rows:
+        rows = record.rows  # no row can be cut out of such a matrix
     if record.layout is None:
         row_bytes = record.nbytes // record.rows
         block = context.check_rows(record.format, stored[: rows * row_bytes], rows, record.cols)

@@ -1,0 +1,227 @@
+/* hqq5_ax0: five-bit codes whose scale and zero belong to an input column within a group of 32 output rows (hqq5.h draws
+ * the bytes). Strip j of n holds rows j, j + n, j + 2n ...: outputs are scattered with stride n.
+ *
+ * Because the scale sits on the input side, the activations are scaled, once per row group, and what remains is a dot
+ * product of small integers. Per strip and token, over blocks of 32 columns in order:
+ *
+ *   xs_c  = x_c * scale_c                                 float32, one rounding
+ *   d, q  = canonical int8 quantization of the 32 xs      quantize32.h
+ *   acc_r = fma(d, (float)sum_c (code_rc - 16) * q_c, acc_r)            exact int32 sum
+ *   lane c mod 16 of z:  z = fma(d * (float)q_c, zero_c - 16, z)        sixteen lanes over the whole row
+ *   y_r   = acc_r - v16_reduce_add(z)
+ *
+ * The zero term uses the quantized activations, not xs: rounding errors of q then meet (code - zero), as in every other
+ * format, instead of the twice as large code. The 16 taken off both sides is exact in the integer sum and keeps the two
+ * terms small, so that little cancels in the last line.
+ *
+ * Range: |sum of code * q| <= 32 * 31 * 127 = 125984, the start of the sum 16 * 32 * 127 at most. AVX2: a maddubs pair
+ * is <= 2 * 31 * 127 = 7874, four of them in one int16 31496. */
+#include "hqq5.h"
+#include "quantize32.h"
+#include "vec16.h"
+
+enum { CHUNK = 8 }; /* blocks whose activations are prepared together: long enough to hide the latency of each */
+#define HQQ5_UNROLL _Pragma("GCC unroll 8")
+
+#if MOE_TIER_ID == MOE_SCALAR
+MOE_INLINE v16 load_q16(const int8_t *q) { v16 r; V16_EACH(r.f[i] = (float)q[i]); return r; }
+#elif MOE_TIER_ID == MOE_AVX2
+MOE_INLINE __m256 load_q8(const int8_t *q) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)q))); }
+MOE_INLINE v16 load_q16(const int8_t *q) { V16_2(load_q8(q), load_q8(q + 8)); }
+#elif MOE_TIER_ID == MOE_AVX512
+MOE_INLINE v16 load_q16(const int8_t *q) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q))); }
+#else
+#error "hqq5: no kernel for this tier; write one or state MOE_LAYOUT_SAME_AS with a reason"
+#endif
+
+/* One token's activations for CHUNK blocks of one row group. */
+struct prepared {
+    _Alignas(64) int8_t q[CHUNK][32];
+    float d[CHUNK];
+    int32_t start[CHUNK]; /* -16 * sum of q */
+};
+
+/* n blocks from `block` on; x at column c of each token; z[t] runs on. */
+MOE_INLINE void prepare(struct prepared *p, v16 *z, const uint8_t *block, int n, const void *const *x, int c, int T) {
+    for (int b = 0; b < n; b++, block += HQQ5_BLOCK, c += 32) {
+        const uint16_t *meta = (const void *)block;
+        v16 s0 = v16_load_f16(meta), s1 = v16_load_f16(meta + 16), sixteen = v16_set1(16.0f);
+        v16 z0 = v16_sub(v16_load_f16(meta + 32), sixteen), z1 = v16_sub(v16_load_f16(meta + 48), sixteen);
+        for (int t = 0; t < T; t++) {
+            const float *from = (const float *)x[t] + c;
+            float xs[32];
+            int16_t sum16[2];
+            int32_t sum;
+            v16_store(xs, v16_mul(v16_load(from), s0));
+            v16_store(xs + 16, v16_mul(v16_load(from + 16), s1));
+            quantize_block(p[t].q[b], &p[t].d[b], sum16, &sum, xs, 32);
+            p[t].start[b] = -16 * sum;
+            v16 d = v16_set1(p[t].d[b]);
+            z[t] = v16_fma(v16_mul(d, load_q16(p[t].q[b])), z0, z[t]);
+            z[t] = v16_fma(v16_mul(d, load_q16(p[t].q[b] + 16)), z1, z[t]);
+        }
+    }
+}
+
+/* acc[LANES * t + ...] += block b of the chunk, for all 32 rows. */
+#if MOE_TIER_ID == MOE_SCALAR
+enum { LANES = 32 };
+typedef float lanes;
+MOE_INLINE lanes lanes_zero(void) { return 0; }
+MOE_INLINE void lanes_store(float *y, lanes v) { *y = v; }
+
+MOE_INLINE void dot(lanes *acc, const uint8_t *block, const struct prepared *p, int b, int T) {
+    for (int r = 0; r < HQQ5_ROWS; r++) {
+        uint8_t code[32];
+        hqq5_codes(code, block, r);
+        for (int t = 0; t < T; t++) {
+            int32_t sum = p[t].start[b];
+            for (int c = 0; c < 32; c++) sum += code[c] * p[t].q[b][c];
+            acc[LANES * t + r] = moe_fmaf(p[t].d[b], (float)sum, acc[LANES * t + r]);
+        }
+    }
+}
+#elif MOE_TIER_ID == MOE_AVX2
+enum { LANES = 4, PREFETCH_BYTES = 4096 };
+typedef __m256 lanes;
+/* Fixes where a sum is updated. Without it gcc reassociates the adds, holds many products and spills them. */
+#define PIN(v) __asm__ volatile("" : "+x"(v))
+MOE_INLINE lanes lanes_zero(void) { return _mm256_setzero_ps(); }
+MOE_INLINE void lanes_store(float *y, lanes v) { _mm256_storeu_ps(y, v); }
+MOE_INLINE __m256i four(const int8_t *p) { /* four bytes to every lane */
+    int32_t v;
+    __builtin_memcpy(&v, p, 4);
+    return _mm256_set1_epi32(v);
+}
+#define BITS(v, shift, mask) _mm256_and_si256(_mm256_srli_epi16(v, shift), _mm256_set1_epi8(mask))
+
+/* Eight rows: their 32 columns as eight sets of four. */
+MOE_INLINE void unpack(__m256i *set, const uint8_t *code) {
+    __m256i plane[5];
+    HQQ5_UNROLL for (int i = 0; i < 5; i++) plane[i] = _mm256_loadu_si256((const void *)(code + i * HQQ5_PLANE));
+    set[5] = _mm256_or_si256(BITS(plane[0], 5, 7), BITS(plane[3], 2, 24));
+    set[6] = _mm256_or_si256(BITS(plane[1], 5, 7), BITS(plane[4], 2, 24));
+    set[7] = _mm256_or_si256(_mm256_or_si256(BITS(plane[2], 5, 7), BITS(plane[3], 4, 8)), BITS(plane[4], 3, 16));
+    HQQ5_UNROLL for (int i = 0; i < 5; i++) set[i] = _mm256_and_si256(plane[i], _mm256_set1_epi8(31));
+}
+
+MOE_INLINE void dot(lanes *acc, const uint8_t *block, const struct prepared *p, int b, int T) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    HQQ5_UNROLL for (int i = 0; i < LANES; i++) {
+        __m256i set[8];
+        const char *ahead = (const char *)block + PREFETCH_BYTES + 192 * i;
+        HQQ5_UNROLL for (int line = 0; line < 3; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
+        unpack(set, block + HQQ5_META + 32 * i);
+        HQQ5_UNROLL for (int t = 0; t < T; t++) {
+            const int8_t *q = p[t].q[b];
+            __m256i sum[2], is = _mm256_set1_epi32(p[t].start[b]);
+            HQQ5_UNROLL for (int h = 0; h < 2; h++) {
+                sum[h] = _mm256_maddubs_epi16(set[4 * h], four(q + 16 * h));
+                HQQ5_UNROLL for (int g = 1; g < 4; g++) {
+                    sum[h] = _mm256_add_epi16(sum[h], _mm256_maddubs_epi16(set[4 * h + g], four(q + 16 * h + 4 * g)));
+                    PIN(sum[h]);
+                }
+                is = _mm256_add_epi32(is, _mm256_madd_epi16(sum[h], ones));
+            }
+            acc[LANES * t + i] = _mm256_fmadd_ps(_mm256_set1_ps(p[t].d[b]), _mm256_cvtepi32_ps(is), acc[LANES * t + i]);
+        }
+    }
+}
+#else
+enum { LANES = 2, PREFETCH_BYTES = 4096 };
+typedef __m512 lanes;
+MOE_INLINE lanes lanes_zero(void) { return _mm512_setzero_ps(); }
+MOE_INLINE void lanes_store(float *y, lanes v) { _mm512_storeu_ps(y, v); }
+MOE_INLINE __m512i four(const int8_t *p) {
+    int32_t v;
+    __builtin_memcpy(&v, p, 4);
+    return _mm512_set1_epi32(v);
+}
+#define BITS(v, shift, mask) _mm512_and_si512(_mm512_srli_epi16(v, shift), _mm512_set1_epi8(mask))
+
+/* Sixteen rows: their 32 columns as eight sets of four. */
+MOE_INLINE void unpack(__m512i *set, const uint8_t *code) {
+    __m512i plane[5];
+    HQQ5_UNROLL for (int i = 0; i < 5; i++) plane[i] = _mm512_loadu_si512((const void *)(code + i * HQQ5_PLANE));
+    set[5] = _mm512_or_si512(BITS(plane[0], 5, 7), BITS(plane[3], 2, 24));
+    set[6] = _mm512_or_si512(BITS(plane[1], 5, 7), BITS(plane[4], 2, 24));
+    set[7] = _mm512_or_si512(_mm512_or_si512(BITS(plane[2], 5, 7), BITS(plane[3], 4, 8)), BITS(plane[4], 3, 16));
+    HQQ5_UNROLL for (int i = 0; i < 5; i++) set[i] = _mm512_and_si512(plane[i], _mm512_set1_epi8(31));
+}
+
+MOE_INLINE void dot(lanes *acc, const uint8_t *block, const struct prepared *p, int b, int T) {
+    HQQ5_UNROLL for (int i = 0; i < LANES; i++) {
+        __m512i set[8];
+        const char *ahead = (const char *)block + PREFETCH_BYTES + 384 * i;
+        HQQ5_UNROLL for (int line = 0; line < 6; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
+        unpack(set, block + HQQ5_META + 64 * i);
+        HQQ5_UNROLL for (int t = 0; t < T; t++) {
+            __m512i is = _mm512_set1_epi32(p[t].start[b]);
+            HQQ5_UNROLL for (int g = 0; g < 8; g++) is = _mm512_dpbusd_epi32(is, set[g], four(p[t].q[b] + 4 * g));
+            acc[LANES * t + i] = _mm512_fmadd_ps(_mm512_set1_ps(p[t].d[b]), _mm512_cvtepi32_ps(is), acc[LANES * t + i]);
+        }
+    }
+}
+#endif
+
+MOE_INLINE void strip_rows32(float *const *y, const uint8_t *strip, int stride, int cols, const void *const *x, int T) {
+    struct prepared p[MOE_MAX_TOKENS];
+    lanes acc[MOE_MAX_TOKENS * LANES];
+    v16 z[MOE_MAX_TOKENS];
+    HQQ5_UNROLL for (int i = 0; i < T * LANES; i++) acc[i] = lanes_zero();
+    HQQ5_UNROLL for (int t = 0; t < T; t++) z[t] = v16_zero();
+    for (int c = 0; c < cols; c += 32 * CHUNK) {
+        int n = (cols - c) / 32 < CHUNK ? (cols - c) / 32 : CHUNK;
+        prepare(p, z, strip, n, x, c, T);
+        for (int b = 0; b < n; b++, strip += HQQ5_BLOCK) dot(acc, strip, p, b, T);
+    }
+    for (int t = 0; t < T; t++) {
+        float rows[HQQ5_ROWS], zero = v16_reduce_add(z[t]);
+        for (int i = 0; i < LANES; i++) lanes_store(rows + i * (HQQ5_ROWS / LANES), acc[LANES * t + i]);
+        for (int r = 0; r < HQQ5_ROWS; r++) y[t][(ptrdiff_t)r * stride] = rows[r] - zero;
+    }
+}
+
+MOE_INLINE void range(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x, int T) {
+    int stride = rows / HQQ5_ROWS;
+    for (int strip = first; strip < last && strip < stride; strip++) {
+        float *out[MOE_MAX_TOKENS];
+        for (int t = 0; t < T; t++) out[t] = y[t] + strip;
+        strip_rows32(out, (const uint8_t *)w + (size_t)strip * hqq5_strip_bytes(cols), stride, cols, x, T);
+    }
+}
+
+static void matmul(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x,
+                   int num_tokens) {
+    switch (num_tokens) {
+    case 1: range(y, w, rows, cols, first, last, x, 1); break;
+    case 2: range(y, w, rows, cols, first, last, x, 2); break;
+    case 3: range(y, w, rows, cols, first, last, x, 3); break;
+    case 4: range(y, w, rows, cols, first, last, x, 4); break;
+    case 5: range(y, w, rows, cols, first, last, x, 5); break;
+    case 6: range(y, w, rows, cols, first, last, x, 6); break;
+    case 7: range(y, w, rows, cols, first, last, x, 7); break;
+    case 8: range(y, w, rows, cols, first, last, x, 8); break;
+    }
+}
+
+static size_t strip_bytes(int cols) { return hqq5_strip_bytes(cols); }
+
+#if MOE_TIER_ID == MOE_SCALAR
+/* (code - zero) first, then times the scale. */
+static void dequantize_row(float *y, const void *weights, int cols, int row) {
+    const uint8_t *block = (const uint8_t *)weights + (size_t)(row / HQQ5_ROWS) * hqq5_strip_bytes(cols);
+    for (int b = 0; b < cols / 32; b++, block += HQQ5_BLOCK) {
+        const uint16_t *meta = (const void *)block;
+        uint8_t code[32];
+        hqq5_codes(code, block, row % HQQ5_ROWS);
+        for (int c = 0; c < 32; c++) y[32 * b + c] = ((float)code[c] - moe_f16_f32(meta[32 + c])) * moe_f16_f32(meta[c]);
+    }
+}
+#define HQQ5_DEQUANTIZE dequantize_row
+#else
+#define HQQ5_DEQUANTIZE 0
+#endif
+
+MOE_EXPORT_LAYOUT(hqq5_ax0, .activation = MOE_ACT_F32, .block_len = 32, .strip_rows = HQQ5_ROWS, .scattered = 1,
+                  .strip_bytes = strip_bytes, .matmul = matmul, .dequantize_row = HQQ5_DEQUANTIZE);
