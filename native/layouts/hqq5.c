@@ -7,7 +7,7 @@
  *   xs_c  = x_c * scale_c                                 float32, one rounding
  *   d, q  = canonical int8 quantization of the 32 xs      quantize32.h
  *   acc_r = fma(d, (float)sum_c (code_rc - 16) * q_c, acc_r)            exact int32 sum
- *   lane c mod 16 of z:  z = fma(d * (float)q_c, zero_c - 16, z)        sixteen lanes over the whole row
+ *   z_i   = fma(d, fma(q_i+16, zero_i+16 - 16, q_i * (zero_i - 16)), z_i)  sixteen lanes i, running over all blocks
  *   y_r   = acc_r - v16_reduce_add(z)
  *
  * The zero term uses the quantized activations, not xs: rounding errors of q then meet (code - zero), as in every other
@@ -26,13 +26,30 @@ enum { CHUNK = 8 }; /* blocks whose activations are prepared together: long enou
 #if MOE_TIER_ID == MOE_SCALAR
 MOE_INLINE v16 load_q16(const int8_t *q) { v16 r; V16_EACH(r.f[i] = (float)q[i]); return r; }
 #elif MOE_TIER_ID == MOE_AVX2
-MOE_INLINE __m256 load_q8(const int8_t *q) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)q))); }
+MOE_INLINE __m256 load_q8(const int8_t *q) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)q)));
+}
 MOE_INLINE v16 load_q16(const int8_t *q) { V16_2(load_q8(q), load_q8(q + 8)); }
 #elif MOE_TIER_ID == MOE_AVX512
-MOE_INLINE v16 load_q16(const int8_t *q) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q))); }
+MOE_INLINE v16 load_q16(const int8_t *q) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
+}
 #else
 #error "hqq5: no kernel for this tier; write one or state MOE_LAYOUT_SAME_AS with a reason"
 #endif
+
+/* Scales and zeros - 16 of n <= CHUNK blocks. */
+struct meta {
+    _Alignas(64) float scale[CHUNK * 32];
+    float zero[CHUNK * 32];
+};
+MOE_INLINE void widen(struct meta *m, const uint8_t *block, int n) {
+    for (int c = 0; c < 32 * n; c += 16) {
+        const uint16_t *from = (const void *)(block + (size_t)(c / 32) * HQQ5_BLOCK + 2 * (c % 32));
+        v16_store(m->scale + c, v16_load_f16(from));
+        v16_store(m->zero + c, v16_sub(v16_load_f16(from + 32), v16_set1(16.0f)));
+    }
+}
 
 /* One token's activations for CHUNK blocks of one row group. */
 struct prepared {
@@ -41,27 +58,101 @@ struct prepared {
     int32_t start[CHUNK]; /* -16 * sum of q */
 };
 
-/* n blocks from `block` on; x at column c of each token; z[t] runs on. */
-MOE_INLINE void prepare(struct prepared *p, v16 *z, const uint8_t *block, int n, const void *const *x, int c, int T) {
-    for (int b = 0; b < n; b++, block += HQQ5_BLOCK, c += 32) {
-        const uint16_t *meta = (const void *)block;
-        v16 s0 = v16_load_f16(meta), s1 = v16_load_f16(meta + 16), sixteen = v16_set1(16.0f);
-        v16 z0 = v16_sub(v16_load_f16(meta + 32), sixteen), z1 = v16_sub(v16_load_f16(meta + 48), sixteen);
-        for (int t = 0; t < T; t++) {
-            const float *from = (const float *)x[t] + c;
-            float xs[32];
-            int16_t sum16[2];
-            int32_t sum;
-            v16_store(xs, v16_mul(v16_load(from), s0));
-            v16_store(xs + 16, v16_mul(v16_load(from + 16), s1));
-            quantize_block(p[t].q[b], &p[t].d[b], sum16, &sum, xs, 32);
-            p[t].start[b] = -16 * sum;
-            v16 d = v16_set1(p[t].d[b]);
-            z[t] = v16_fma(v16_mul(d, load_q16(p[t].q[b])), z0, z[t]);
-            z[t] = v16_fma(v16_mul(d, load_q16(p[t].q[b] + 16)), z1, z[t]);
-        }
+/* The definition, block by block; returns the new z. */
+MOE_INLINE v16 prepare_plain(struct prepared *p, v16 z, const struct meta *m, const float *x, int n) {
+    for (int b = 0; b < n; b++) {
+        const float *scale = m->scale + 32 * b, *zero = m->zero + 32 * b;
+        float xs[32];
+        int16_t sum16[2];
+        int32_t sum;
+        for (int c = 0; c < 32; c += 16) v16_store(xs + c, v16_mul(v16_load(x + 32 * b + c), v16_load(scale + c)));
+        quantize_block(p->q[b], &p->d[b], sum16, &sum, xs, 32);
+        p->start[b] = -16 * sum;
+        v16 u = v16_mul(load_q16(p->q[b]), v16_load(zero));
+        u = v16_fma(load_q16(p->q[b] + 16), v16_load(zero + 16), u);
+        z = v16_fma(v16_set1(p->d[b]), u, z);
     }
+    return z;
 }
+
+#if MOE_TIER_ID == MOE_SCALAR
+MOE_INLINE v16 prepare(struct prepared *p, v16 z, const struct meta *m, const float *x, int n) {
+    return prepare_plain(p, z, m, x, n);
+}
+#else
+/* The same for a whole chunk: what is one number per block (largest magnitude, division, sum) is done for eight blocks
+ * in the lanes of one register. */
+enum { FOLD_MAX, FOLD_ADD };
+MOE_INLINE __m256i fold2(__m256i a, __m256i b, int how) { return how == FOLD_MAX ? _mm256_max_epi32(a, b) : _mm256_add_epi32(a, b); }
+/* Lane i of the result: the eight lanes of v[i] folded. */
+MOE_INLINE __m256i fold8(const __m256i *v, int how) {
+    __m256i a[4], b[2];
+    HQQ5_UNROLL for (int i = 0; i < 4; i++)
+        a[i] = fold2(_mm256_unpacklo_epi32(v[2 * i], v[2 * i + 1]), _mm256_unpackhi_epi32(v[2 * i], v[2 * i + 1]), how);
+    HQQ5_UNROLL for (int i = 0; i < 2; i++)
+        b[i] = fold2(_mm256_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm256_unpackhi_epi64(a[2 * i], a[2 * i + 1]), how);
+    return fold2(_mm256_permute2x128_si256(b[0], b[1], 0x20), _mm256_permute2x128_si256(b[0], b[1], 0x31), how);
+}
+
+/* Bit patterns of the larger magnitudes of 32 values, eight to be folded: infinity and NaN are the largest. */
+#if MOE_TIER_ID == MOE_AVX2
+MOE_INLINE __m256i magnitudes(v16 a, v16 b) {
+    a = v16_abs(a), b = v16_abs(b);
+    return fold2(fold2(_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi), FOLD_MAX),
+                 fold2(_mm256_castps_si256(b.lo), _mm256_castps_si256(b.hi), FOLD_MAX), FOLD_MAX);
+}
+/* 32 products rounded, half to even: stored as int8 at q, returned as floats in place. */
+MOE_INLINE void round32(int8_t *q, v16 *a, v16 *b) {
+    __m256i t[4] = {_mm256_cvtps_epi32(a->lo), _mm256_cvtps_epi32(a->hi), _mm256_cvtps_epi32(b->lo), _mm256_cvtps_epi32(b->hi)};
+    __m256i p = _mm256_packs_epi16(_mm256_packs_epi32(t[0], t[1]), _mm256_packs_epi32(t[2], t[3]));
+    p = _mm256_permutevar8x32_epi32(p, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); /* packing works per 128-bit half */
+    _mm256_store_si256((void *)q, p);
+    a->lo = _mm256_cvtepi32_ps(t[0]), a->hi = _mm256_cvtepi32_ps(t[1]);
+    b->lo = _mm256_cvtepi32_ps(t[2]), b->hi = _mm256_cvtepi32_ps(t[3]);
+}
+#else
+MOE_INLINE __m256i magnitudes(v16 a, v16 b) {
+    __m512i m = _mm512_max_epi32(_mm512_castps_si512(v16_abs(a)), _mm512_castps_si512(v16_abs(b)));
+    return fold2(_mm512_castsi512_si256(m), _mm512_extracti64x4_epi64(m, 1), FOLD_MAX);
+}
+MOE_INLINE void round32(int8_t *q, v16 *a, v16 *b) {
+    __m512i t0 = _mm512_cvtps_epi32(*a), t1 = _mm512_cvtps_epi32(*b);
+    _mm_store_si128((void *)q, _mm512_cvtepi32_epi8(t0));
+    _mm_store_si128((void *)(q + 16), _mm512_cvtepi32_epi8(t1));
+    *a = _mm512_cvtepi32_ps(t0), *b = _mm512_cvtepi32_ps(t1);
+}
+#endif
+
+MOE_INLINE v16 prepare(struct prepared *p, v16 z, const struct meta *m, const float *x, int n) {
+    _Alignas(64) float xs[CHUNK * 32], inv[CHUNK];
+    __m256i fold[CHUNK];
+    for (int b = n; b < CHUNK; b++) fold[b] = _mm256_setzero_si256();
+    for (int b = 0; b < n; b++) {
+        v16 v0 = v16_mul(v16_load(x + 32 * b), v16_load(m->scale + 32 * b));
+        v16 v1 = v16_mul(v16_load(x + 32 * b + 16), v16_load(m->scale + 32 * b + 16));
+        v16_store(xs + 32 * b, v0);
+        v16_store(xs + 32 * b + 16, v1);
+        fold[b] = magnitudes(v0, v1);
+    }
+    const __m256 most = _mm256_set1_ps(FLT_MAX);
+    __m256i bits = fold8(fold, FOLD_MAX);
+    if (_mm256_movemask_epi8(_mm256_cmpgt_epi32(bits, _mm256_castps_si256(most)))) return prepare_plain(p, z, m, x, n);
+    __m256 amax = _mm256_castsi256_ps(bits), i = _mm256_div_ps(_mm256_set1_ps(127.0f), amax);
+    __m256 usable = _mm256_cmp_ps(i, most, _CMP_LE_OQ); /* else zero, or so small that 127 / amax overflows */
+    _mm256_store_ps(inv, _mm256_and_ps(i, usable));
+    _mm256_storeu_ps(p->d, _mm256_and_ps(_mm256_div_ps(amax, _mm256_set1_ps(127.0f)), usable));
+    for (int b = 0; b < n; b++) {
+        v16 f = v16_set1(inv[b]), v0 = v16_mul(v16_load(xs + 32 * b), f), v1 = v16_mul(v16_load(xs + 32 * b + 16), f);
+        round32(p->q[b], &v0, &v1);
+        v16 u = v16_fma(v1, v16_load(m->zero + 32 * b + 16), v16_mul(v0, v16_load(m->zero + 32 * b)));
+        z = v16_fma(v16_set1(p->d[b]), u, z);
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_load_si256((const void *)p->q[b]));
+        fold[b] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(-16));
+    }
+    _mm256_storeu_si256((void *)p->start, fold8(fold, FOLD_ADD));
+    return z;
+}
+#endif
 
 /* acc[LANES * t + ...] += block b of the chunk, for all 32 rows. */
 #if MOE_TIER_ID == MOE_SCALAR
@@ -166,13 +257,15 @@ MOE_INLINE void dot(lanes *acc, const uint8_t *block, const struct prepared *p, 
 
 MOE_INLINE void strip_rows32(float *const *y, const uint8_t *strip, int stride, int cols, const void *const *x, int T) {
     struct prepared p[MOE_MAX_TOKENS];
+    struct meta m;
     lanes acc[MOE_MAX_TOKENS * LANES];
     v16 z[MOE_MAX_TOKENS];
     HQQ5_UNROLL for (int i = 0; i < T * LANES; i++) acc[i] = lanes_zero();
     HQQ5_UNROLL for (int t = 0; t < T; t++) z[t] = v16_zero();
     for (int c = 0; c < cols; c += 32 * CHUNK) {
         int n = (cols - c) / 32 < CHUNK ? (cols - c) / 32 : CHUNK;
-        prepare(p, z, strip, n, x, c, T);
+        widen(&m, strip, n);
+        for (int t = 0; t < T; t++) z[t] = prepare(&p[t], z[t], &m, (const float *)x[t] + c, n);
         for (int b = 0; b < n; b++, strip += HQQ5_BLOCK) dot(acc, strip, p, b, T);
     }
     for (int t = 0; t < T; t++) {
