@@ -63,7 +63,7 @@ def test_chunked_bytes_equal_direct_quantization(name, layout, wide_hf, context,
     storage = context.quantize(name, source_floats(wide_hf, tensor))
     expected = storage if record.layout is None else context.encode(name, storage, *want.shape)
     chunks = list(quantizer.chunks(record, source))
-    assert len(chunks) > 5
+    assert len(chunks) > 5 or (FORMATS[name].group_rows and len(chunks) == 1)  # rows that share data stay together
     np.testing.assert_array_equal(np.concatenate(chunks), expected.reshape(-1))
     decoded = FORMATS[name].dequantize(storage, want.shape[1])
     x = source_floats(wide_hf, tensor)
