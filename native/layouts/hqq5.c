@@ -20,7 +20,9 @@
 #include "quantize32.h"
 #include "vec16.h"
 
-enum { CHUNK = 8 }; /* blocks whose activations are prepared together: long enough to hide the latency of each */
+/* CHUNK blocks of activations are prepared in the lanes of one register. PANEL blocks are prepared before they are
+ * multiplied, so that the latency of one chunk hides behind the next. */
+enum { CHUNK = 8, PANEL = 16 };
 #define HQQ5_UNROLL _Pragma("GCC unroll 8")
 
 #if MOE_TIER_ID == MOE_SCALAR
@@ -51,33 +53,34 @@ MOE_INLINE void widen(struct meta *m, const uint8_t *block, int n) {
     }
 }
 
-/* One token's activations for CHUNK blocks of one row group. */
+/* One token's activations for PANEL blocks of one row group. */
 struct prepared {
-    _Alignas(64) int8_t q[CHUNK][32];
-    float d[CHUNK];
-    int32_t start[CHUNK]; /* -16 * sum of q */
+    _Alignas(64) int8_t q[PANEL][32];
+    float d[PANEL];
+    int32_t start[PANEL]; /* -16 * sum of q */
 };
 
-/* The definition, block by block; returns the new z. */
-MOE_INLINE v16 prepare_plain(struct prepared *p, v16 z, const struct meta *m, const float *x, int n) {
+/* The definition: n blocks from `at` on, one by one; returns the new z. */
+MOE_INLINE v16 prepare_plain(struct prepared *p, int at, v16 z, const struct meta *m, const float *x, int n) {
     for (int b = 0; b < n; b++) {
+        int8_t *q = p->q[at + b];
         const float *scale = m->scale + 32 * b, *zero = m->zero + 32 * b;
         float xs[32];
         int16_t sum16[2];
         int32_t sum;
         for (int c = 0; c < 32; c += 16) v16_store(xs + c, v16_mul(v16_load(x + 32 * b + c), v16_load(scale + c)));
-        quantize_block(p->q[b], &p->d[b], sum16, &sum, xs, 32);
-        p->start[b] = -16 * sum;
-        v16 u = v16_mul(load_q16(p->q[b]), v16_load(zero));
-        u = v16_fma(load_q16(p->q[b] + 16), v16_load(zero + 16), u);
-        z = v16_fma(v16_set1(p->d[b]), u, z);
+        quantize_block(q, &p->d[at + b], sum16, &sum, xs, 32);
+        p->start[at + b] = -16 * sum;
+        v16 u = v16_mul(load_q16(q), v16_load(zero));
+        u = v16_fma(load_q16(q + 16), v16_load(zero + 16), u);
+        z = v16_fma(v16_set1(p->d[at + b]), u, z);
     }
     return z;
 }
 
 #if MOE_TIER_ID == MOE_SCALAR
-MOE_INLINE v16 prepare(struct prepared *p, v16 z, const struct meta *m, const float *x, int n) {
-    return prepare_plain(p, z, m, x, n);
+MOE_INLINE v16 prepare(struct prepared *p, int at, v16 z, const struct meta *m, const float *x, int n) {
+    return prepare_plain(p, at, z, m, x, n);
 }
 #else
 /* The same for a whole chunk: what is one number per block (largest magnitude, division, sum) is done for eight blocks
@@ -123,10 +126,10 @@ MOE_INLINE void round32(int8_t *q, v16 *a, v16 *b) {
 }
 #endif
 
-MOE_INLINE v16 prepare(struct prepared *p, v16 z, const struct meta *m, const float *x, int n) {
+MOE_INLINE v16 prepare(struct prepared *p, int at, v16 z, const struct meta *m, const float *x, int n) {
     _Alignas(64) float xs[CHUNK * 32], inv[CHUNK];
     __m256i fold[CHUNK];
-    for (int b = n; b < CHUNK; b++) fold[b] = _mm256_setzero_si256();
+    HQQ5_UNROLL for (int b = 0; b < CHUNK; b++) fold[b] = _mm256_setzero_si256();
     for (int b = 0; b < n; b++) {
         v16 v0 = v16_mul(v16_load(x + 32 * b), v16_load(m->scale + 32 * b));
         v16 v1 = v16_mul(v16_load(x + 32 * b + 16), v16_load(m->scale + 32 * b + 16));
@@ -136,20 +139,20 @@ MOE_INLINE v16 prepare(struct prepared *p, v16 z, const struct meta *m, const fl
     }
     const __m256 most = _mm256_set1_ps(FLT_MAX);
     __m256i bits = fold8(fold, FOLD_MAX);
-    if (_mm256_movemask_epi8(_mm256_cmpgt_epi32(bits, _mm256_castps_si256(most)))) return prepare_plain(p, z, m, x, n);
+    if (_mm256_movemask_epi8(_mm256_cmpgt_epi32(bits, _mm256_castps_si256(most)))) return prepare_plain(p, at, z, m, x, n);
     __m256 amax = _mm256_castsi256_ps(bits), i = _mm256_div_ps(_mm256_set1_ps(127.0f), amax);
     __m256 usable = _mm256_cmp_ps(i, most, _CMP_LE_OQ); /* else zero, or so small that 127 / amax overflows */
     _mm256_store_ps(inv, _mm256_and_ps(i, usable));
-    _mm256_storeu_ps(p->d, _mm256_and_ps(_mm256_div_ps(amax, _mm256_set1_ps(127.0f)), usable));
+    _mm256_storeu_ps(p->d + at, _mm256_and_ps(_mm256_div_ps(amax, _mm256_set1_ps(127.0f)), usable));
     for (int b = 0; b < n; b++) {
         v16 f = v16_set1(inv[b]), v0 = v16_mul(v16_load(xs + 32 * b), f), v1 = v16_mul(v16_load(xs + 32 * b + 16), f);
-        round32(p->q[b], &v0, &v1);
+        round32(p->q[at + b], &v0, &v1);
         v16 u = v16_fma(v1, v16_load(m->zero + 32 * b + 16), v16_mul(v0, v16_load(m->zero + 32 * b)));
-        z = v16_fma(v16_set1(p->d[b]), u, z);
-        __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_load_si256((const void *)p->q[b]));
+        z = v16_fma(v16_set1(p->d[at + b]), u, z);
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_load_si256((const void *)p->q[at + b]));
         fold[b] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(-16));
     }
-    _mm256_storeu_si256((void *)p->start, fold8(fold, FOLD_ADD));
+    _mm256_storeu_si256((void *)(p->start + at), fold8(fold, FOLD_ADD));
     return z;
 }
 #endif
@@ -173,7 +176,7 @@ MOE_INLINE void dot(lanes *acc, const uint8_t *block, const struct prepared *p, 
     }
 }
 #elif MOE_TIER_ID == MOE_AVX2
-enum { LANES = 4, PREFETCH_BYTES = 4096 };
+enum { LANES = 4, PREFETCH_BYTES = PANEL * HQQ5_BLOCK };
 typedef __m256 lanes;
 /* Fixes where a sum is updated. Without it gcc reassociates the adds, holds many products and spills them. */
 #define PIN(v) __asm__ volatile("" : "+x"(v))
@@ -219,7 +222,7 @@ MOE_INLINE void dot(lanes *acc, const uint8_t *block, const struct prepared *p, 
     }
 }
 #else
-enum { LANES = 2, PREFETCH_BYTES = 4096 };
+enum { LANES = 2, PREFETCH_BYTES = PANEL * HQQ5_BLOCK };
 typedef __m512 lanes;
 MOE_INLINE lanes lanes_zero(void) { return _mm512_setzero_ps(); }
 MOE_INLINE void lanes_store(float *y, lanes v) { _mm512_storeu_ps(y, v); }
@@ -262,10 +265,13 @@ MOE_INLINE void strip_rows32(float *const *y, const uint8_t *strip, int stride, 
     v16 z[MOE_MAX_TOKENS];
     HQQ5_UNROLL for (int i = 0; i < T * LANES; i++) acc[i] = lanes_zero();
     HQQ5_UNROLL for (int t = 0; t < T; t++) z[t] = v16_zero();
-    for (int c = 0; c < cols; c += 32 * CHUNK) {
-        int n = (cols - c) / 32 < CHUNK ? (cols - c) / 32 : CHUNK;
-        widen(&m, strip, n);
-        for (int t = 0; t < T; t++) z[t] = prepare(&p[t], z[t], &m, (const float *)x[t] + c, n);
+    for (int c = 0; c < cols; c += 32 * PANEL) {
+        int n = (cols - c) / 32 < PANEL ? (cols - c) / 32 : PANEL;
+        for (int at = 0; at < n; at += CHUNK) {
+            int some = n - at < CHUNK ? n - at : CHUNK;
+            widen(&m, strip + (size_t)at * HQQ5_BLOCK, some);
+            for (int t = 0; t < T; t++) z[t] = prepare(&p[t], at, z[t], &m, (const float *)x[t] + c + 32 * at, some);
+        }
         for (int b = 0; b < n; b++, strip += HQQ5_BLOCK) dot(acc, strip, p, b, T);
     }
     for (int t = 0; t < T; t++) {
