@@ -58,8 +58,8 @@ def _refuse_other_axis(architecture: str, plan) -> None:
     for record in plan:
         if record.params.get("axis", axis) != axis:
             raise ConfigError(
-                f"tensor {record.name}: format {record.format} shares scales along axis {record.params['axis']}, but the "
-                f"output dimension of {architecture} weights is axis {axis}; choose another format"
+                f"tensor {record.name}: format {record.format} shares scales along axis {record.params['axis']}, but "
+                f"the output dimension of {architecture} weights is axis {axis}; choose another format"
             )
 
 

@@ -99,8 +99,8 @@ class Quantizer:
         rows = want.shape[0] if len(want.shape) == 2 else 1
         if descriptor.group_rows and rows % descriptor.group_rows:
             raise BlockLengthError(
-                f"tensor {name}: its {rows} rows are not a multiple of the {descriptor.group_rows} that share a scale in "
-                f"{format_name}; choose another format"
+                f"tensor {name}: its {rows} rows are not a multiple of the {descriptor.group_rows} that share a scale "
+                f"in {format_name}; choose another format"
             )
         nbytes, layout = rows * descriptor.row_bytes(cols), None
         if len(want.shape) == 2 and self._layout != "storage":
@@ -115,8 +115,8 @@ class Quantizer:
     # ---- producing ---------------------------------------------------------------------------------------------------
 
     def chunks(self, record: TensorRecord, source: SourceTensor) -> Iterator[np.ndarray]:
-        """The stored bytes of a tensor, in order, as uint8 arrays; memory for one chunk of rows, or for the whole tensor
-        where its rows share data.
+        """The stored bytes of a tensor, in order, as uint8 arrays; memory for one chunk of rows, or for the whole
+        tensor where its rows share data.
 
         Raises: NonFiniteError for a NaN or infinite weight, or one that the format cannot hold.
         """

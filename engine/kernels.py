@@ -165,8 +165,8 @@ class Context:
         group = self.format(format_name).group_rows
         if group and (rows <= 0 or rows % group):
             raise FormatError(
-                f"format {format_name}: {rows} rows are not a multiple of the {group} that share scales; choose another "
-                "format"
+                f"format {format_name}: {rows} rows are not a multiple of the {group} that share scales; choose "
+                "another format"
             )
 
     def row_bytes(self, format_name: str, cols: int) -> int:

@@ -100,7 +100,8 @@ int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, 
                const void *rows_in, int rows, int cols) {
     if (!ctx || !out || !format || !layout || !rows_in || rows < 1 || !layout_ok(layout, cols)) return MOE_BAD_ARGUMENT;
     if (format->group_rows ? !format->encode_group : !format->encode_strip) return MOE_NO_KERNEL;
-    if (format->group_rows && (rows % format->group_rows || layout->strip_rows != format->group_rows)) return MOE_BAD_ARGUMENT;
+    if (format->group_rows && (rows % format->group_rows || layout->strip_rows != format->group_rows))
+        return MOE_BAD_ARGUMENT;
     if (cols % format->block_len || !moe_same_name(format->layout, layout->name)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     struct encode_job job = {out, rows_in, format, layout, moe_row_bytes(format, cols),
@@ -136,7 +137,8 @@ static void quantize_groups(void *arg, int64_t first, int64_t last) {
     int64_t groups = j->rows / j->format->group_rows;
     for (int64_t g = first; g < last; g++) {
         for (int64_t r = g; r < j->rows; r += groups)
-            if (!j->vec->all_finite(j->x + r * j->cols, j->cols)) atomic_store_explicit(&j->bad, 1, memory_order_relaxed);
+            if (!j->vec->all_finite(j->x + r * j->cols, j->cols))
+                atomic_store_explicit(&j->bad, 1, memory_order_relaxed);
         j->format->quantize_group(j->out, j->x, (int)j->rows, j->cols, (int)g);
     }
 }

@@ -1,4 +1,4 @@
-"""Perplexity of a model whose experts are hqq5-ax0-g32, beside int8-row and beside the same bits grouped along the inputs.
+"""Perplexity of a model whose experts are hqq5-ax0-g32, beside int8-row and the same bits grouped along the inputs.
 
 Weight error cannot tell the two groupings apart, so they are judged by the model's own predictions of held-out text:
 
@@ -100,7 +100,11 @@ def measure(model, texts: list[str], ctx: int) -> dict:
     for text in texts:
         ids, _ = ppl.build_sequence(model.tokenizer, text, "all")
         result = ppl.evaluate(model, ids, ppl.plan_windows(len(ids), ctx, None, "all"))
-        nll, tokens, num_bytes = nll + result.nll, tokens + result.num_scored_tokens, num_bytes + result.num_scored_bytes
+        nll, tokens, num_bytes = (
+            nll + result.nll,
+            tokens + result.num_scored_tokens,
+            num_bytes + result.num_scored_bytes,
+        )
     return {"perplexity": math.exp(nll / tokens), "bits_per_byte": nll / math.log(2) / num_bytes, "tokens": tokens}
 
 
@@ -120,7 +124,10 @@ def continuations(model, texts: list[str], runs: int, length: int) -> list[list[
 
 
 def agreement(got: list[list[int]], want: list[list[int]], length: int) -> dict:
-    first = [next((i for i, (a, b) in enumerate(zip(g, w, strict=True)) if a != b), None) for g, w in zip(got, want, strict=True)]
+    first = [
+        next((i for i, (a, b) in enumerate(zip(g, w, strict=True)) if a != b), None)
+        for g, w in zip(got, want, strict=True)
+    ]
     return {"runs": len(first), "tokens": length, "diverged_at": [i for i in first if i is not None]}
 
 
@@ -131,7 +138,9 @@ def describe(greedy: dict) -> str:
     return f"{len(at)} of {runs} runs of {length} tokens diverge, at token {', '.join(map(str, sorted(at)))}"
 
 
-def compare(hf: Path, texts: list[str], *, ctx: int, runs: int, length: int, threads: int | None = None, only=None) -> dict:
+def compare(
+    hf: Path, texts: list[str], *, ctx: int, runs: int, length: int, threads: int | None = None, only=None
+) -> dict:
     """{arm: measurements} plus "greedy". only: names of arms, None for all."""
     context, arms, greedy = Context(num_threads=threads), {}, {}
     with tempfile.TemporaryDirectory() as folder:

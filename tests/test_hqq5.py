@@ -260,8 +260,11 @@ def shrink(x, beta):
 
 
 def reference(w, steps=20):
-    """The recipe in float64 on [32, columns]: (dequantized, dequantized of the start). Scale and zero rounded to fp16."""
-    half = lambda v: v.astype(np.float16).astype(np.float64)  # noqa: E731
+    """The recipe in float64 on [32, columns], scale and zero as fp16: (dequantized, dequantized of the start)."""
+
+    def half(v):
+        return v.astype(np.float16).astype(np.float64)
+
     s = half((w.max(0) - w.min(0)) / 31)
     z = half(-w.min(0) / s)
     best, kept, running = np.full(s.shape, np.inf), z, np.ones(s.shape, bool)

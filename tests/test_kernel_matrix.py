@@ -42,7 +42,8 @@ def test_no_own_table_has_an_empty_slot():
     for t in kernels.formats():
         if not t.same_as:
             group = t.cdata.group_rows  # such a format has the functions for groups instead
-            encode, check = (t.cdata.encode_group, t.cdata.check_group) if group else (t.cdata.encode_strip, t.cdata.check_row)
+            encode = t.cdata.encode_group if group else t.cdata.encode_strip
+            check = t.cdata.check_group if group else t.cdata.check_row
             assert encode and t.cdata.layout and t.cdata.block_bytes, (t.name, t.tier)
             assert check or t.tier != "scalar", t.name
 

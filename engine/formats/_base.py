@@ -44,8 +44,8 @@ class Format:
         """Raises: FormatError when rows that share data are not complete."""
         if self.group_rows and (rows <= 0 or rows % self.group_rows):
             raise FormatError(
-                f"format {self.name}: got {rows} rows, expected a positive multiple of the {self.group_rows} that share "
-                "scales; store this tensor in another format"
+                f"format {self.name}: got {rows} rows, expected a positive multiple of the {self.group_rows} that "
+                "share scales; store this tensor in another format"
             )
 
     @property

@@ -8,10 +8,10 @@ GROUP_ROWS = 32
 
 
 def dequantize(storage: np.ndarray, cols: int) -> np.ndarray:
-    """Definition. storage: uint8 [rows, 24 * cols / 32], the bytes of a whole matrix; rows only count bytes here.
+    """Definition. storage: uint8 [rows, 24 * cols / 32], the bytes of a whole matrix.
 
-    Codes of all rows first, per 32 columns 16 bytes of nibbles (low, then high) and 4 bytes of fifth bits; then for each
-    row group cols fp16 scales and cols fp16 zeros. Row group j of n is rows j, j + n, j + 2n ...
+    Codes of all rows first, per 32 columns 16 bytes of nibbles (low, then high) and 4 bytes of fifth bits; then for
+    each row group cols fp16 scales and cols fp16 zeros. Row group j of n is rows j, j + n, j + 2n ...
     """
     rows = len(storage)
     groups, data = rows // GROUP_ROWS, np.ascontiguousarray(storage, dtype=np.uint8).reshape(-1)

@@ -40,8 +40,10 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def check_format(where: str, record: TensorRecord, formats: Mapping, context, min_reader: str = "") -> None:
-    """Format, its version, parameters and the layout, by name. min_reader: what the header says it needs. Raises: UnknownFormatError, FormatVersionError, UnknownLayoutError,
-    MissingKernelError, BlockLengthError."""
+    """Format, its version, parameters and the layout, by name. min_reader: what the header says it needs.
+
+    Raises: UnknownFormatError, FormatVersionError, UnknownLayoutError, MissingKernelError, BlockLengthError.
+    """
     where = f"{where}: tensor {record.name}"
     if record.format not in formats:
         known = brief(sorted(formats), 100)

@@ -7,8 +7,8 @@
  *   meta    for each row group j: I fp16 scales, then I fp16 zeros
  *   y = (q - zero) * scale
  *
- * Row group j of n = O / 32 holds rows j, j + n, j + 2n ...: the flat order of a tensor reshaped to [32, O * I / 32], so
- * the axis along which weights share is the output dimension and every input column keeps its own scale. Exactly 24
+ * Row group j of n = O / 32 holds rows j, j + n, j + 2n ...: the flat order of a tensor reshaped to [32, O * I / 32],
+ * so the axis along which weights share is the output dimension and every input column keeps its own scale. Exactly 24
  * bytes per 32 weights in all. Layout hqq5_ax0, lossless: 24 bytes stay 24.
  *
  * Quantizer, per column of a group (the 32 weights W), all in float32 with the scale and zero as fp16 holds them:
@@ -27,7 +27,8 @@ MOE_INLINE size_t meta_at(int rows, int cols, int group) {
 }
 
 static void encode_group(void *strip, const void *matrix, int rows, int cols, int group) {
-    const uint8_t *in = (const uint8_t *)matrix, *scales = in + meta_at(rows, cols, group), *zeros = scales + 2 * (size_t)cols;
+    const uint8_t *in = (const uint8_t *)matrix, *scales = in + meta_at(rows, cols, group);
+    const uint8_t *zeros = scales + 2 * (size_t)cols;
     int stride = rows / HQQ5_ROWS;
     for (int b = 0; b < cols / 32; b++) {
         uint8_t *block = (uint8_t *)strip + (size_t)b * HQQ5_BLOCK;
@@ -63,7 +64,8 @@ static float power_minus_03(float x) {
     double m = moe_bits_f32(u - ((uint32_t)e << 23)), t = (m - 1) / (m + 1), s = t * t;
     double log2 = e + 2.885390081777927 * t * (1 + s * (1.0 / 3 + s * (1.0 / 5 + s * (1.0 / 7 + s / 9))));
     double v = -0.3 * log2, n = (double)(int)(v < 0 ? v - 0.5 : v + 0.5), f = (v - n) * 0.6931471805599453;
-    double p = 1 + f * (1 + f * (1.0 / 2 + f * (1.0 / 6 + f * (1.0 / 24 + f * (1.0 / 120 + f * (1.0 / 720 + f / 5040))))));
+    double p = 1.0 / 24 + f * (1.0 / 120 + f * (1.0 / 720 + f / 5040));
+    p = 1 + f * (1 + f * (1.0 / 2 + f * (1.0 / 6 + f * p)));
     return (float)(p * (double)moe_bits_f32((uint32_t)((int)n + 127) << 23));
 }
 
@@ -160,7 +162,7 @@ static void quantize_group(void *matrix, const float *x, int rows, int cols, int
             put16(zeros + 2 * (size_t)(c + i), moe_f32_f16(k.z[i]));
         }
         for (int r = 0; r < HQQ5_ROWS; r++) {
-            /* The first sixteen columns of a block are the low nibbles and start its bytes; the others complete them. */
+            /* The first sixteen columns of a block, the low nibbles, start its bytes; the others complete them. */
             uint8_t *code = out + (size_t)(group + r * stride) * code_row_bytes(cols) + (size_t)c / 32 * 20;
             int high = c % 32 / 16;
             uint32_t fifth = 0;
@@ -175,9 +177,9 @@ static void quantize_group(void *matrix, const float *x, int rows, int cols, int
 }
 
 static int check_group(const void *matrix, int rows, int cols, int group) {
-    const uint8_t *scales = (const uint8_t *)matrix + meta_at(rows, cols, group);
+    const uint8_t *scales = (const uint8_t *)matrix + meta_at(rows, cols, group), *zeros = scales + 2 * (size_t)cols;
     for (int c = 0; c < cols; c++)
-        if (!finite16(get16(scales + 2 * (size_t)c)) || !finite16(get16(scales + 2 * (size_t)(cols + c)))) return c / 32;
+        if (!finite16(get16(scales + 2 * (size_t)c)) || !finite16(get16(zeros + 2 * (size_t)c))) return c / 32;
     return -1;
 }
 

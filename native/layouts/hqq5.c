@@ -1,5 +1,5 @@
-/* hqq5_ax0: five-bit codes whose scale and zero belong to an input column within a group of 32 output rows (hqq5.h draws
- * the bytes). Strip j of n holds rows j, j + n, j + 2n ...: outputs are scattered with stride n.
+/* hqq5_ax0: five-bit codes whose scale and zero belong to an input column within a group of 32 output rows (hqq5.h
+ * draws the bytes). Strip j of n holds rows j, j + n, j + 2n ...: outputs are scattered with stride n.
  *
  * Because the scale sits on the input side, the activations are scaled, once per row group, and what remains is a dot
  * product of small integers. Per strip and token, over blocks of 32 columns in order:
@@ -86,7 +86,9 @@ MOE_INLINE v16 prepare(struct prepared *p, int at, v16 z, const struct meta *m, 
 /* The same for a whole chunk: what is one number per block (largest magnitude, division, sum) is done for eight blocks
  * in the lanes of one register. */
 enum { FOLD_MAX, FOLD_ADD };
-MOE_INLINE __m256i fold2(__m256i a, __m256i b, int how) { return how == FOLD_MAX ? _mm256_max_epi32(a, b) : _mm256_add_epi32(a, b); }
+MOE_INLINE __m256i fold2(__m256i a, __m256i b, int how) {
+    return how == FOLD_MAX ? _mm256_max_epi32(a, b) : _mm256_add_epi32(a, b);
+}
 /* Lane i of the result: the eight lanes of v[i] folded. */
 MOE_INLINE __m256i fold8(const __m256i *v, int how) {
     __m256i a[4], b[2];
@@ -106,7 +108,8 @@ MOE_INLINE __m256i magnitudes(v16 a, v16 b) {
 }
 /* 32 products rounded, half to even: stored as int8 at q, returned as floats in place. */
 MOE_INLINE void round32(int8_t *q, v16 *a, v16 *b) {
-    __m256i t[4] = {_mm256_cvtps_epi32(a->lo), _mm256_cvtps_epi32(a->hi), _mm256_cvtps_epi32(b->lo), _mm256_cvtps_epi32(b->hi)};
+    __m256i t[4] = {_mm256_cvtps_epi32(a->lo), _mm256_cvtps_epi32(a->hi), _mm256_cvtps_epi32(b->lo),
+                    _mm256_cvtps_epi32(b->hi)};
     __m256i p = _mm256_packs_epi16(_mm256_packs_epi32(t[0], t[1]), _mm256_packs_epi32(t[2], t[3]));
     p = _mm256_permutevar8x32_epi32(p, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); /* packing works per 128-bit half */
     _mm256_store_si256((void *)q, p);
@@ -139,7 +142,8 @@ MOE_INLINE v16 prepare(struct prepared *p, int at, v16 z, const struct meta *m, 
     }
     const __m256 most = _mm256_set1_ps(FLT_MAX);
     __m256i bits = fold8(fold, FOLD_MAX);
-    if (_mm256_movemask_epi8(_mm256_cmpgt_epi32(bits, _mm256_castps_si256(most)))) return prepare_plain(p, at, z, m, x, n);
+    int not_finite = _mm256_movemask_epi8(_mm256_cmpgt_epi32(bits, _mm256_castps_si256(most)));
+    if (not_finite) return prepare_plain(p, at, z, m, x, n);
     __m256 amax = _mm256_castsi256_ps(bits), i = _mm256_div_ps(_mm256_set1_ps(127.0f), amax);
     __m256 usable = _mm256_cmp_ps(i, most, _CMP_LE_OQ); /* else zero, or so small that 127 / amax overflows */
     _mm256_store_ps(inv, _mm256_and_ps(i, usable));
@@ -281,7 +285,8 @@ MOE_INLINE void strip_rows32(float *const *y, const uint8_t *strip, int stride, 
     }
 }
 
-MOE_INLINE void range(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x, int T) {
+MOE_INLINE void range(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x,
+                      int T) {
     int stride = rows / HQQ5_ROWS;
     for (int strip = first; strip < last && strip < stride; strip++) {
         float *out[MOE_MAX_TOKENS];
@@ -314,7 +319,8 @@ static void dequantize_row(float *y, const void *weights, int cols, int row) {
         const uint16_t *meta = (const void *)block;
         uint8_t code[32];
         hqq5_codes(code, block, row % HQQ5_ROWS);
-        for (int c = 0; c < 32; c++) y[32 * b + c] = ((float)code[c] - moe_f16_f32(meta[32 + c])) * moe_f16_f32(meta[c]);
+        for (int c = 0; c < 32; c++)
+            y[32 * b + c] = ((float)code[c] - moe_f16_f32(meta[32 + c])) * moe_f16_f32(meta[c]);
     }
 }
 #define HQQ5_DEQUANTIZE dequantize_row

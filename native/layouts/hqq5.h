@@ -17,8 +17,8 @@
  *     3       set 5, bits 3-4; set 7, bit 3
  *     4       set 6, bits 3-4; set 7, bit 4
  *
- * Five sets need one AND; nibbles and a plane of fifth bits would cost half as many operations again. Every helper below
- * works on the four bytes of a row at once. */
+ * Five sets need one AND; nibbles and a plane of fifth bits would cost half as many operations again. The helpers work
+ * on the four bytes of a row at once. */
 #ifndef MOE_HQQ5_H
 #define MOE_HQQ5_H
 #include "tier.h"

@@ -159,6 +159,82 @@ static void check_encode(struct parity *p, const struct moe_format *ref, const s
     }
 }
 
+/* ---- formats whose rows do not stand alone: a whole matrix at a time, activations float32 ---- */
+enum { GROUP_STRIPS = 3, GROUP_MAX_ROWS = 96 };
+static const int group_cols[] = {32, 96, 544};
+static float group_want[TOKENS][GROUP_MAX_ROWS], group_out[TOKENS][GROUP_MAX_ROWS + 2 * PARITY_GUARD];
+
+static const char *group_mismatch(const struct moe_format *f, const struct moe_layout *l) {
+    if (!l->scattered || l->activation != MOE_ACT_F32) return "no scattered layout of float32 activations";
+    if (l->strip_rows != f->group_rows || f->group_rows * GROUP_STRIPS > GROUP_MAX_ROWS) return "group_rows out of range";
+    return f->quantize_group && f->check_group ? 0 : "the scalar codec table has an empty slot";
+}
+
+/* A matrix of GROUP_STRIPS groups: quantized numbers with random codes in front of them. Returns its bytes. */
+static size_t group_matrix(struct parity *p, const struct moe_format *f, int cols) {
+    static float x[GROUP_MAX_ROWS * MAX_COLS];
+    int rows = f->group_rows * GROUP_STRIPS;
+    size_t bytes = (size_t)rows * row_bytes_of(f, cols);
+    for (int i = 0; i < rows * cols; i++) x[i] = parity_unit(p) * (i % 7 ? 1.0f : 0.03f);
+    for (int g = 0; g < GROUP_STRIPS; g++) f->quantize_group(storage, x, rows, cols, g);
+    for (size_t i = 0; i < bytes / 2; i++) storage[i] = (unsigned char)parity_u32(p);
+    for (int g = 0; g < GROUP_STRIPS; g++)
+        if (f->check_group(storage, rows, cols, g) >= 0) parity_fail(p, "a quantized scale is not finite");
+    return bytes;
+}
+
+static void encode_groups(unsigned char *strips, const struct moe_format *f, const struct moe_layout *l, int cols) {
+    int rows = f->group_rows * GROUP_STRIPS;
+    for (int g = 0; g < GROUP_STRIPS; g++) f->encode_group(strips + (size_t)g * l->strip_bytes(cols), storage, rows, cols, g);
+}
+
+static int check_group_format(struct parity *p, const struct moe_format *ref, const struct moe_format *f, const struct moe_layout *l) {
+    const char *why = group_mismatch(ref, l);
+    if (why) { parity_fail(p, why); return 0; }
+    for (int c = 0; c < LENGTH(group_cols); c++) {
+        size_t n = GROUP_STRIPS * l->strip_bytes(group_cols[c]);
+        if (group_matrix(p, ref, group_cols[c]) > STORAGE_BYTES || n > STRIPS_BYTES) { parity_fail(p, "too large for the test"); return 0; }
+        parity_where(p, "groups, cols", group_cols[c], 0, 0, 0, 0);
+        __builtin_memset(strips_want, 0x5a, n);
+        __builtin_memset(strips_got, 0xa5, n + 64);
+        encode_groups(strips_want, ref, l, group_cols[c]);
+        encode_groups(strips_got, f, l, group_cols[c]);
+        parity_bytes(p, strips_got, strips_want, n);
+        for (int i = 0; i < 64; i++)
+            if (strips_got[n + (size_t)i] != 0xa5) parity_fail(p, "wrote past the strips");
+    }
+    return LENGTH(group_cols);
+}
+
+static float activation_value(struct parity *p, int token, int c);
+
+/* The reference is the scalar kernel on one token at a time. */
+static int check_group_layout(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const struct moe_format *f) {
+    const char *why = group_mismatch(f, ref);
+    if (why) { parity_fail(p, why); return 0; }
+    for (int c = 0; c < LENGTH(group_cols); c++) {
+        const void *x[TOKENS];
+        int cols = group_cols[c], rows = f->group_rows * GROUP_STRIPS;
+        group_matrix(p, f, cols);
+        encode_groups(strips_got, f, ref, cols);
+        for (int t = 0; t < TOKENS; t++) {
+            float *y = group_want[t];
+            for (int i = 0; i < cols; i++) x_rows[t][i] = activation_value(p, t, i);
+            x[t] = x_rows[t];
+            ref->matmul(&y, strips_got, rows, cols, 0, GROUP_STRIPS, x + t, 1);
+        }
+        for (int k = 0; k < LENGTH(tokens_list); k++) {
+            float *y[TOKENS];
+            parity_where(p, "groups, cols", cols, "tokens", tokens_list[k], 0, 0);
+            for (int t = 0; t < tokens_list[k]; t++) parity_poison(y[t] = group_out[t] + PARITY_GUARD, (size_t)rows);
+            l->matmul(y, strips_got, rows, cols, 1, GROUP_STRIPS, x, tokens_list[k]); /* as threads share a matrix */
+            l->matmul(y, strips_got, rows, cols, 0, 1, x, tokens_list[k]);
+            for (int t = 0; t < tokens_list[k]; t++) parity_floats(p, y[t], group_want[t], (size_t)rows);
+        }
+    }
+    return LENGTH(group_cols);
+}
+
 void parity_formats(struct parity *p) {
     for (int i = 0; i < moe_format_count(); i++) {
         const struct moe_format *table = moe_format_at(i);
@@ -167,14 +243,14 @@ void parity_formats(struct parity *p) {
         parity_reused(p, table->same_as, table->why);
         const struct moe_format *f = format_of(p, p->ctx.tier, table->name), *ref = format_of(p, 0, table->name);
         const struct moe_layout *l = ref ? layout_of(p, 0, ref->layout) : 0;
-        const char *why = l ? mismatch(ref, l) : 0;
+        const char *why = l && !ref->group_rows ? mismatch(ref, l) : 0;
         if (why) parity_fail(p, why);
         if (f && ref && (f->version != ref->version || f->block_len != ref->block_len || f->block_bytes != ref->block_bytes ||
                          f->row_extra_bytes != ref->row_extra_bytes ||
                          !moe_same_name(f->layout, ref->layout)))
             parity_fail(p, "the tiers describe the format differently");
-        int tested = 0;
-        for (int kind = 0; f && l && !why && kind <= LAST_KIND; kind++) {
+        int tested = f && l && ref->group_rows ? check_group_format(p, ref, f, l) : 0;
+        for (int kind = 0; f && l && !why && !ref->group_rows && kind <= LAST_KIND; kind++) {
             if (kind == QUANTIZED && !ref->quantize_row) continue;
             if (kind != QUANTIZED) fill_pool(p, ref, l, kind);
             for (int c = 0; c < LENGTH(cols_list); c++)
@@ -317,6 +393,7 @@ void parity_layouts(struct parity *p) {
         for (int j = 0; l && ref && j < moe_format_count(); j++) {
             const struct moe_format *f = moe_format_at(j);
             if (!moe_same_name(f->tier, "scalar") || !moe_same_name(f->layout, table->name)) continue;
+            if (f->group_rows) { tested += check_group_layout(p, ref, l, f); continue; }
             if (!f->encode_strip) { parity_fail(p, "a scalar codec table has no encode_strip"); continue; }
             tested += check_layout_with(p, ref, l, f);
         }
