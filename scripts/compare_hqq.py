@@ -3,7 +3,7 @@
 Weight error cannot tell the two groupings apart, so they are judged by the model's own predictions of held-out text:
 
     bf16                  experts as they come
-    int8-row              reference (q8_0 where this version has no int8-row)
+    int8-row              reference
     hqq5-ax0-g32          the format: 32 output rows of one input column share a scale and a zero
     axis 0, weights only  the same weights as float32 experts with float activations
     axis 1, weights only  32 input columns of one row share them instead: same solver, same bits, simulated as float32
@@ -36,7 +36,7 @@ from engine.kernels import Context  # noqa: E402
 from engine.sampler import SamplingParams  # noqa: E402
 
 NAME = "hqq5-ax0-g32"
-REFERENCE = "int8-row" if "int8-row" in FORMATS else "q8_0"
+REFERENCE = "int8-row"
 AXES = {0: "axis 0, weights only", 1: "axis 1, weights only"}
 EXPERT = ".mlp.experts."
 

@@ -143,6 +143,7 @@ def test_perplexity_ratio_on_the_shipped_model_is_the_recorded_one():
     import compare_hqq
 
     recorded = json.loads(RECORDED.read_text())
+    assert recorded["reference"] == compare_hqq.REFERENCE
     texts = compare_hqq.read_texts(HELDOUT, recorded["limit_bytes"])
     found = compare_hqq.compare(
         SHIPPED_HF, texts, ctx=recorded["ctx"], runs=0, length=0, only=(compare_hqq.REFERENCE, NAME)
