@@ -98,7 +98,9 @@ class Generation:
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
-        elif isinstance(prompt, list | tuple | range | np.ndarray) and all(isinstance(t, int | np.integer) for t in prompt):
+        elif isinstance(prompt, list | tuple | range | np.ndarray) and all(
+            isinstance(t, int | np.integer) for t in prompt
+        ):
             ids = [int(t) for t in prompt]
         else:
             raise ConfigError(f"prompt: got {type(prompt).__name__}, expected text or a list of token ids")
