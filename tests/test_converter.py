@@ -368,7 +368,7 @@ def test_format_that_cannot_be_made_here_is_refused_before_writing(tmp_path, mon
 
 MADE_HERE = {
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
-    "int8-row", "int4-g32", "int4-g64", "int4-g128", "int3-g64", "e8-iq3",
+    "int8-row", "int4-g32", "int4-g64", "int4-g128", "int3-g64", "hqq5-ax0-g32", "e8-iq3",
 }  # fmt: skip
 
 
