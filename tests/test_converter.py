@@ -388,6 +388,23 @@ def test_format_without_a_quantizer_is_refused_by_the_command_line(tmp_path):
     assert "error: format q2_k can be read but not made here (can be made: bf16, " in err and "q6_k" in err
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("generation_config.json", '{"do_sample": true, "temperature": "hot"}', "temperature"),
+        ("generation_config.json", '{"eos_token_id": -3}', "eos_token_id"),
+        ("tokenizer.json", "{}", "tokenizer.json"),
+        ("tokenizer.json", None, "tokenizer.json"),
+    ],
+)
+def test_side_files_that_generate_would_refuse_are_refused_before_converting(tmp_path, file, content, words):
+    hf = hf_dir(tmp_path)
+    (hf / file).unlink() if content is None else (hf / file).write_text(content)
+    code, _, err = run_cli("convert", hf, tmp_path / "s")
+    assert code == 2 and words in err and "Traceback" not in err
+    assert not (tmp_path / "s").exists()
+
+
 def test_formats_that_fit_a_row_are_ones_that_can_be_made(tmp_path):
     with pytest.raises(errors.BlockLengthError, match="formats that fit: ") as caught:
         make_snapshot(hf_dir(tmp_path), tmp_path / "s", experts="q6_k")

@@ -15,11 +15,14 @@ def check_side_files(src) -> None:
     from ..sampler import SamplingParams
     from ..tokenizer import Tokenizer
 
-    if (Path(src) / "config.json").is_file():  # what is no model directory at all is the converter's to refuse
-        Tokenizer.from_dir(src)
-        defaults = Path(src) / "generation_config.json"
-        if defaults.is_file():
-            SamplingParams.from_generation_config(json.loads(defaults.read_text(encoding="utf-8")))
+    try:
+        json.loads((Path(src) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # what is no model directory at all is the converter's to refuse
+    Tokenizer.from_dir(src)
+    defaults = Path(src) / "generation_config.json"
+    if defaults.is_file():
+        SamplingParams.from_generation_config(json.loads(defaults.read_text(encoding="utf-8")))
 
 
 @click.command()

@@ -11,5 +11,6 @@ echo 'int main(void) { return 0; }' | ${CC:-cc} -fsanitize=address,undefined -x 
 # Without the scope check: the sixteen-lane helpers of the scalar tier would take minutes to compile. -O1 with sanitizers
 # raises false "maybe uninitialized"; the wheel's build keeps that warning.
 tests/native/build.sh "$out" -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-address-use-after-scope -fno-sanitize-recover=all -Wno-maybe-uninitialized
-ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 "$out"
+# Not detect_stack_use_after_return: its stack frames do not keep the 32-byte alignment that gcc 12 vectors rely on.
+UBSAN_OPTIONS=print_stacktrace=1 "$out"
 tests/native/run-threads.sh || [ $? -eq 77 ]
