@@ -6,7 +6,7 @@ during a decode step, and each method is one native call (the GIL is released in
 
 import numpy as np
 
-from .errors import ConfigError, NumericsError
+from .errors import ConfigError
 from .hardware import memory_limits
 from .kernels import Context, Matrix, address, aligned_empty, check, ffi, lib
 
@@ -104,11 +104,6 @@ class Layers:
             lib.moe_attention(self.ctx, out.ptr, q.ptr, kv, num_tokens, num_heads, position, scale, 0, ffi.NULL),
             "attention",
         )
-
-    def check_finite(self, x: Buffer, count: int, where: str) -> None:
-        """Raise NumericsError naming `where` when x holds NaN or infinity."""
-        if lib.moe_check_finite(self.ctx, x.ptr, count) == lib.MOE_NONFINITE:
-            raise NumericsError(nonfinite_message(where))
 
 
 def nonfinite_message(where: str) -> str:
