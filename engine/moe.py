@@ -1,6 +1,6 @@
 """The mixture-of-experts block: route, run the experts that were asked for, add them in rank order.
 
-Which experts are in memory is somebody else's business (engine.experts); this file sees a table of native structs.
+Which experts are in memory is somebody else's business (engine.experts), which also runs them as they arrive.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ class MoeBuffers:
 
 
 class MoeBlock:
-    """Router and experts of one layer. `experts.table` is a C array indexed by expert id."""
+    """Router and experts of one layer. experts: an object with the `run` of ResidentExperts."""
 
     def __init__(self, name: str, router_weights, experts, router: Router, num_experts: int, num_experts_per_tok: int):
         self.name, self.experts, self.router = name, experts, router
@@ -50,8 +50,7 @@ class MoeBlock:
         self._check(status, "router")
         plan = (b.expert_ids.ptr, b.offsets.ptr, b.assignments.ptr)
         num_used = check(lib.moe_route_plan(*plan, b.ids.ptr, num_tokens, top, self.num_experts), "route plan")
-        status = lib.moe_experts(ctx, b.out.ptr, self.experts.table, *plan, num_used, x.ptr, num_tokens, top)
-        check(status, f"{self.name} experts")
+        self.experts.run(layers, self.name, b, plan, num_used, x, num_tokens, top)
         self._check(lib.moe_experts_combine(ctx, y.ptr, b.out.ptr, b.weights.ptr, num_tokens, top, x.width), "output")
 
     def _check(self, status: int, what: str) -> None:

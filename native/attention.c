@@ -9,6 +9,7 @@
  * The cache is a ring: position p is in slot p % capacity, and capacity is a multiple of the chunk, so a chunk never
  * wraps. */
 #include "internal.h"
+#include "moe.h"
 
 enum { CHUNK = MOE_ATTENTION_CHUNK };
 enum { BLOCK_TOKENS = 32 };        /* tokens of one task: they share converted keys and values */

@@ -66,8 +66,9 @@ def kernel_tables() -> str:
 
 
 def cdef() -> str:
-    """The part of moe.h that cffi reads."""
-    return Path("native/moe.h").read_text().split("/* cffi-begin */")[1].split("/* cffi-end */")[0]
+    """The parts of tables.h and moe.h that cffi reads."""
+    headers = (Path("native", name).read_text() for name in ("tables.h", "moe.h"))
+    return "".join(text.split("/* cffi-begin */")[1].split("/* cffi-end */")[0] for text in headers)
 
 
 def make_ffi():

@@ -2,7 +2,7 @@
  * portable helpers. No libc beyond the freestanding headers, so that kernels also run bare-metal in tests. */
 #ifndef MOE_INTERNAL_H
 #define MOE_INTERNAL_H
-#include "moe.h"
+#include "tables.h"
 
 enum { MOE_MAX_TOKENS = 8 };       /* tokens per kernel call */
 enum { MOE_ATTENTION_CHUNK = 64 }; /* positions computed alone and merged in order; part of the arithmetic */

@@ -1,6 +1,7 @@
 /* Drivers of the row operations: they check arguments and split rows over threads. The numbers are made in
  * native/ops/vector.c, one row at a time, so no split can change a bit. */
 #include "internal.h"
+#include "moe.h"
 #include <stdatomic.h>
 
 enum { TASK_ELEMENTS = 8192, MAX_TASKS = 4096 }; /* below that many elements a thread costs more than it saves */

@@ -2,6 +2,7 @@
 #ifndef MOE_LINEAR_H
 #define MOE_LINEAR_H
 #include "internal.h"
+#include "moe.h"
 
 /* Weight bytes per task: enough to hide the cost of claiming it, few enough to stay in L2 for several token groups. */
 enum { MIN_TASK_BYTES = 32768, MAX_TASK_BYTES = 131072, TASKS_PER_THREAD = 16 };

@@ -5,6 +5,7 @@
  * The angle is the float32 product position * inv_freq, as in the reference implementations: at large positions its
  * rounding is part of the model. */
 #include "internal.h"
+#include "moe.h"
 
 /* ---- double-double: a value is hi + lo with |lo| <= ulp(hi) / 2, about 104 bits ---- */
 struct dd { double hi, lo; };

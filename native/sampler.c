@@ -15,6 +15,7 @@
  * largest; otherwise exp of everything and a distribution over buckets of about equal (l - max) / temperature, which are
  * sorted one by one only as far as the draw or a cut reaches. */
 #include "internal.h"
+#include "moe.h"
 
 enum { BLOCK = 64 };              /* logits per recorded maximum */
 enum { NUM_BUCKETS = 2048 };

@@ -9,6 +9,7 @@
  * create another context. */
 #define _GNU_SOURCE
 #include "internal.h"
+#include "moe.h"
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..config import ConfigReader, rope_theta
 from ..errors import ConfigError
-from ..experts import ResidentExperts
 from ..kernels import Context, lib
 from ..kv_cache import KVCache
 from ..layers import Buffer, Layers, Linear, RopeTable
@@ -144,18 +143,10 @@ class Layer:
         self.k_norm = weights.vector(f"{p}.self_attn.k_norm", kv_width)
         self.o_proj = Linear(weights.matrix(f"{p}.self_attn.o_proj", hidden, hidden))
         self.post_attention_layernorm = weights.vector(f"{p}.post_attention_layernorm", hidden)
-        experts = [
-            (
-                weights.matrix(f"{p}.mlp.experts.{e}.gate_proj", c.intermediate_size, hidden, mapped=True),
-                weights.matrix(f"{p}.mlp.experts.{e}.up_proj", c.intermediate_size, hidden, mapped=True),
-                weights.matrix(f"{p}.mlp.experts.{e}.down_proj", hidden, c.intermediate_size, mapped=True),
-            )
-            for e in range(c.num_experts)
-        ]
         self.mlp = MoeBlock(
             self.name,
             weights.matrix(f"{p}.mlp.router", c.num_experts, hidden),
-            ResidentExperts(experts),
+            weights.experts(n, c.num_experts, c.intermediate_size, hidden),
             Router(lib.MOE_SOFTMAX_THEN_TOPK, c.norm_topk_prob),
             c.num_experts,
             c.num_experts_per_tok,

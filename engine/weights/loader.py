@@ -3,8 +3,10 @@
 import numpy as np
 
 from ..errors import WeightsError
+from ..experts import ResidentExperts
 from ..kernels import Context, Matrix, aligned_empty
 from ..layers import Vector
+from .architectures import EXPERT_PARTS, expert_matrix_name
 
 
 class WeightLoader:
@@ -41,3 +43,16 @@ class WeightLoader:
             own[:] = data
             data = own
         return Matrix(self.context, record.layout, data, rows, cols, record.format)
+
+    def experts(self, layer: int, num_experts: int, width: int, hidden_size: int) -> ResidentExperts:
+        """The routed experts of a layer, gate and up [width, hidden], down [hidden, width]."""
+        shapes = ((width, hidden_size), (width, hidden_size), (hidden_size, width))
+        return ResidentExperts(
+            [
+                tuple(
+                    self.matrix(expert_matrix_name(layer, e, part), *shape, mapped=True)
+                    for part, shape in zip(EXPERT_PARTS, shapes, strict=True)
+                )
+                for e in range(num_experts)
+            ]
+        )

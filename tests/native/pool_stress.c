@@ -5,6 +5,7 @@
  *   OUT [seconds] */
 #define _GNU_SOURCE
 #include "internal.h"
+#include "moe.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>

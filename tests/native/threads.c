@@ -2,6 +2,7 @@
  * several thread counts, then from several callers at once, two of them on one context. Every walk must produce the same
  * bits; the hash is printed, so that machines can be compared. Made to run under the thread sanitizer. */
 #include "internal.h"
+#include "moe.h"
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
