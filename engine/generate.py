@@ -12,6 +12,7 @@ import numpy as np
 from .errors import ConfigError
 from .hardware import peak_rss_bytes
 from .sampler import Sampler, SamplingParams
+from .session import Session
 from .tokenizer import StopMatcher, StreamDecoder
 
 
@@ -24,12 +25,13 @@ class Stats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     prompt_tokens: int = 0
+    reused_tokens: int = 0  # leading prompt tokens that the session had in its cache; prefill runs the others
     generated_tokens: int = 0
     peak_rss_bytes: int = 0
 
     @property
     def prefill_tok_s(self) -> float:
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tok_s(self) -> float:
@@ -54,6 +56,7 @@ class Generation:
 
     After (or during) iteration: token_ids, text, finish_reason ("eos", "stop", "length", "context" or None while it
     runs), stats. A token's draw depends on (seed, position), so it can be stopped and repeated.
+    session: its cache is used and left filled; prompt tokens that are in it are not run again. None = one of its own.
     """
 
     def __init__(
@@ -65,13 +68,14 @@ class Generation:
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        session: Session | None = None,
     ):
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
             raise ConfigError(f"max_tokens: got {max_tokens!r}, expected a whole number, 0 or more")
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(s, str) for s in self.stop):
             raise ConfigError(f"stop: got {stop!r}, expected strings")
-        self.engine, self.ignore_eos = engine, ignore_eos
+        self.engine, self.ignore_eos, self.session = engine, ignore_eos, session
         self.sampling = sampling or engine.default_sampling()
         self.stats = Stats(load_s=engine.load_s)
         self.prompt_token_ids = self._encode(prompt)
@@ -122,15 +126,17 @@ class Generation:
         sequence = np.empty(num_prompt + self.max_tokens, np.int32)
         sequence[:num_prompt] = self.prompt_token_ids
         sampler = Sampler(self.engine.context, self.sampling)
-        kv = self.engine.new_kv(num_prompt + self.max_tokens)
-        stats.prompt_tokens = num_prompt
+        session = self.session or Session(self.engine, len(sequence))
+        stats.prompt_tokens, stats.reused_tokens = num_prompt, session.begin(sequence, num_prompt)
+        kv, reused = session.kv, stats.reused_tokens
         clock = time.perf_counter()
         for position in range(num_prompt, num_prompt + self.max_tokens):
             with self.engine.lock:  # logits live in the model's buffers until the next forward pass, of anybody
                 if position == num_prompt:
-                    logits = prefill(model, kv, sequence[:num_prompt])
+                    logits = prefill(model, kv, sequence[reused:num_prompt], reused)
                 else:
                     logits = decode_step(model, kv, int(sequence[position - 1]), position - 1)
+                session.length = kv.length
                 token = sampler.pick(logits[0], sequence[:position], position)
             now = time.perf_counter()
             if position == num_prompt:

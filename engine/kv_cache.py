@@ -16,6 +16,7 @@ class KVCache:
 
     def __init__(self, num_layers: int, num_heads: int, head_dim: int, capacity: int, kind: str = "f16"):
         self.capacity, self.length, self.kind = capacity, 0, kind
+        self._num_heads, self._head_dim = num_heads, head_dim
         slots = -(-capacity // CHUNK_POSITIONS) * CHUNK_POSITIONS
         bytes_per_tensor = num_heads * slots * head_dim * (4 if kind == "f32" else 2)
         self.num_bytes = 2 * num_layers * bytes_per_tensor
@@ -37,6 +38,19 @@ class KVCache:
             )
         self.length = first_position + num_tokens
 
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` positions."""
+    def truncate(self, length: int) -> int:
+        """Keep the first `length` positions. Returns how many are left: those, or none where a cache has already
+        overwritten what positions from there on would look back at."""
         self.length = min(self.length, length)
+        return self.length
+
+    def describe(self) -> dict:
+        """What two caches must have in common for the `regions` of one to be those of the other."""
+        heads, dim = self._num_heads, self._head_dim
+        return {"kind": self.kind, "layers": len(self.layers), "num_heads": heads, "head_dim": dim}
+
+    def regions(self, length: int) -> list[np.ndarray]:
+        """The memory of positions 0 .. length - 1 as writable uint8 views, in an order that depends on the shape of
+        the model alone: per layer the heads' keys, then the heads' values, each [length, D] without gaps."""
+        per_position = self._head_dim * (4 if self.kind == "f32" else 2)
+        return [head[: length * per_position] for array in self._arrays for head in array.reshape(self._num_heads, -1)]

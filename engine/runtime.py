@@ -13,6 +13,7 @@ from .kernels import Context
 from .kv_cache import KVCache
 from .models import family
 from .sampler import SamplingParams
+from .session import Session
 from .tokenizer import Tokenizer
 from .weights import open_model
 from .weights.loader import WeightLoader
@@ -71,10 +72,12 @@ class Engine:
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        session: Session | None = None,
         **settings,
     ) -> Generation:
         """Continue a prompt (text or token ids); iterate the result for pieces of text.
 
+        session: what an earlier call with the same Session left in its cache is not computed again.
         sampling: None = the model's defaults; settings (temperature=0, seed=1, top_p=0.9 ...: the fields of
         SamplingParams) replace single ones. Raises ConfigError for a prompt that does not fit the context, or a setting
         that does not exist.
@@ -85,7 +88,9 @@ class Engine:
             if unknown:
                 raise ConfigError(f"generate: unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
             sampling = dataclasses.replace(sampling or self.default_sampling(), **settings)
-        return Generation(self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos)
+        return Generation(
+            self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos, session=session
+        )
 
 
 def load(

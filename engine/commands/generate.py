@@ -84,8 +84,10 @@ def describe_sampling(sampling, sources: dict) -> str:
 
 def describe_stats(generation, finish_reason: str) -> str:
     stats = generation.stats
+    reused = f" ({stats.reused_tokens} more were in the cache)" if stats.reused_tokens else ""
     return (
-        f"prefill {stats.prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tok_s:.1f} tok/s); "
+        f"prefill {stats.prompt_tokens - stats.reused_tokens} tokens in {stats.prefill_s:.3f} s "
+        f"({stats.prefill_tok_s:.1f} tok/s){reused}; "
         f"decode {stats.generated_tokens} tokens in {stats.decode_s:.3f} s ({stats.decode_tok_s:.1f} tok/s); "
         f"finish: {finish_reason}; peak RSS {size(stats.peak_rss_bytes)}; load {stats.load_s:.2f} s"
     )
