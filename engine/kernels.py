@@ -86,19 +86,24 @@ class Matrix:
     """Weights [rows, cols] in a compute layout, ready for native calls.
 
     `strips` is a uint8 array (mapped, read or re-coded) that this object keeps alive; `cdata` is the moe_matrix.
+    compact: it holds rows of the storage format `fmt` instead, re-coded strip by strip in every call.
     """
 
-    __slots__ = ("cdata", "cols", "format", "layout", "num_bytes", "rows", "strips")
+    __slots__ = ("cdata", "cols", "compact", "format", "layout", "num_bytes", "rows", "strips")
 
-    def __init__(self, context: "Context", layout: str, strips: np.ndarray, rows: int, cols: int, fmt: str = ""):
-        need = context.matrix_bytes(layout, rows, cols)
+    def __init__(
+        self, context: "Context", layout: str, strips: np.ndarray, rows: int, cols: int, fmt: str = "", compact=False
+    ):
+        need = rows * context.row_bytes(fmt, cols) if compact else context.matrix_bytes(layout, rows, cols)
         if strips.nbytes < need:
-            raise FormatError(f"layout {layout} [{rows}, {cols}]: got {strips.nbytes} bytes, expected {need}")
-        self.rows, self.cols, self.layout, self.format = rows, cols, layout, fmt
+            what = f"format {fmt}" if compact else f"layout {layout}"
+            raise FormatError(f"{what} [{rows}, {cols}]: got {strips.nbytes} bytes, expected {need}")
+        self.rows, self.cols, self.layout, self.format, self.compact = rows, cols, layout, fmt, compact
         self.strips, self.num_bytes = strips, need
         self.cdata = ffi.new("struct moe_matrix *")
         self.cdata.data = address(strips)
         self.cdata.layout = context.layout(layout)
+        self.cdata.storage = context.format(fmt) if compact else ffi.NULL
         self.cdata.rows, self.cdata.cols = rows, cols
 
 
@@ -187,11 +192,7 @@ class Context:
 
     def encode(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> np.ndarray:
         """Storage rows (uint8, rows * row_bytes) to strips of the format's layout (uint8, 64-byte aligned)."""
-        self._check_rows(format_name, rows)
-        expected = rows * self.row_bytes(format_name, cols)
-        storage = np.ascontiguousarray(storage).view(np.uint8).reshape(-1)
-        if storage.nbytes != expected:
-            raise FormatError(f"format {format_name} [{rows}, {cols}]: got {storage.nbytes} bytes, expected {expected}")
+        storage = self._storage_view(format_name, storage, rows, cols)
         table, layout = self.format(format_name), self.layout(self.layout_of(format_name))
         out = aligned_empty(lib.moe_matrix_bytes(layout, rows, cols))
         check(lib.moe_encode(self.handle, address(out), table, layout, address(storage), rows, cols), "encode")
@@ -221,7 +222,22 @@ class Context:
         )
         return out
 
-    def matrix(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> Matrix:
-        """Storage rows re-coded into a Matrix."""
-        strips = self.encode(format_name, storage, rows, cols)
-        return Matrix(self, self.layout_of(format_name), strips, rows, cols, format_name)
+    def _storage_view(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> np.ndarray:
+        """uint8 [rows * row_bytes], a view where the array is contiguous."""
+        self._check_rows(format_name, rows)
+        expected = rows * self.row_bytes(format_name, cols)
+        storage = np.ascontiguousarray(storage).view(np.uint8).reshape(-1)
+        if storage.nbytes != expected:
+            raise FormatError(f"format {format_name} [{rows}, {cols}]: got {storage.nbytes} bytes, expected {expected}")
+        return storage
+
+    def matrix(self, format_name: str, storage: np.ndarray, rows: int, cols: int, compact: bool = False) -> Matrix:
+        """Storage rows re-coded into a Matrix, or (compact) kept as they are, without a copy, and re-coded strip by
+        strip in every call; storage may then be a view of a mapped file at any address."""
+        layout = self.layout_of(format_name)
+        if not compact:
+            return Matrix(self, layout, self.encode(format_name, storage, rows, cols), rows, cols, format_name)
+        storage = self._storage_view(format_name, storage, rows, cols)
+        if self.layout(layout).strip_rows == 1 and storage.ctypes.data % ALIGNMENT_BYTES == 0:
+            return Matrix(self, layout, storage, rows, cols, format_name)  # such rows are strips
+        return Matrix(self, layout, storage, rows, cols, format_name, compact=True)

@@ -125,8 +125,9 @@ struct experts_job {
     float *hidden;        /* [WINDOW, hidden_stride] */
     char *act_h;          /* [WINDOW] in the form of that expert's down */
     float *up;            /* [threads, 8, hidden_stride] */
+    char *spans;          /* [threads]: strips of a compact gate (or down) and, gate_span_bytes on, of its up */
     struct unit *units;
-    size_t hidden_stride, act_h_stride;
+    size_t hidden_stride, act_h_stride, span_bytes, gate_span_bytes;
     int num_units, hidden_size, num_experts_per_tok;
 };
 
@@ -147,11 +148,23 @@ static const struct unit *unit_of_task(const struct experts_job *j, int task, in
     return &j->units[low];
 }
 
-static void multiply_rows(const struct experts_job *j, const struct moe_matrix *w, float *const *y,
-                          const void *const *x, int n, int row0, int row1) {
-    int strip_rows = w->layout->strip_rows, first = row0 / strip_rows, last = (row1 + strip_rows - 1) / strip_rows;
-    const struct moe_runs runs = moe_runs(w, first, last);
-    w->layout->matmul(y, w->data, w->rows, w->cols, first, last, x, n);
+/* Strips of rows [row0, row1), counted as the strips do. */
+static struct moe_span span_of_rows(const struct moe_matrix *w, int row0, int row1, char *scratch) {
+    int strip_rows = w->layout->strip_rows;
+    return moe_span(w, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows, scratch);
+}
+static struct moe_runs runs_of_rows(const struct moe_matrix *w, int row0, int row1) {
+    int strip_rows = w->layout->strip_rows;
+    return moe_runs(w, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows);
+}
+/* Rows whose strips are ready at once: all, or those that a compact matrix re-codes into scratch. */
+static int span_rows(const struct moe_matrix *w, int rows) {
+    return w->storage ? moe_span_strips(w) * w->layout->strip_rows : rows;
+}
+
+static void multiply_rows(const struct experts_job *j, const struct moe_matrix *w, const struct moe_span *span,
+                          struct moe_runs runs, float *const *y, const void *const *x, int n) {
+    moe_multiply(span, y, x, n);
     for (int t = 0; w->bias && t < n; t++)
         for (int64_t k = 0, row = runs.first; k < runs.count; k++, row += runs.stride)
             j->vec->add(y[t] + row, w->bias + row, runs.len);
@@ -165,14 +178,14 @@ static void quantize_hidden(const struct experts_job *j, const struct unit *u) {
                             down->cols, down->layout->activation);
 }
 
-static void gate_up_task(void *arg, int task, int worker) {
-    const struct experts_job *j = arg;
-    struct unit *u = (struct unit *)unit_of_task(j, task, 0);
+/* hidden[row0 .. row1) of all tokens of the unit. */
+static void gate_up_rows(const struct experts_job *j, const struct unit *u, int worker, int row0, int row1) {
     const struct moe_matrix *gate = &u->expert->gate, *up = &u->expert->up;
-    int row0 = (task - u->first_task) * u->rows_per_task, row1 = min_int(row0 + u->rows_per_task, gate->rows);
+    char *scratch = j->spans + (size_t)worker * j->span_bytes;
+    const struct moe_span gate_span = span_of_rows(gate, row0, row1, scratch);
+    const struct moe_span up_span = span_of_rows(up, row0, row1, scratch + j->gate_span_bytes);
     /* Rows as the strips count them; where those are scattered, gate and up have the same strips (expert_ok). */
-    const int strip_rows = gate->layout->strip_rows;
-    const struct moe_runs runs = moe_runs(gate, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows);
+    const struct moe_runs runs = runs_of_rows(gate, row0, row1), up_runs = runs_of_rows(up, row0, row1);
     float *g[MOE_MAX_TOKENS], *v[MOE_MAX_TOKENS];
     const void *xg[MOE_MAX_TOKENS], *xu[MOE_MAX_TOKENS];
     for (int i = 0; i < u->count; i += MOE_MAX_TOKENS) {
@@ -184,25 +197,30 @@ static void gate_up_task(void *arg, int task, int worker) {
             xg[t] = j->act_x[gate->layout->activation] + token * j->act_x_stride[gate->layout->activation];
             xu[t] = j->act_x[up->layout->activation] + token * j->act_x_stride[up->layout->activation];
         }
-        multiply_rows(j, gate, g, xg, n, row0, row1);
-        multiply_rows(j, up, v, xu, n, row0, row1);
+        multiply_rows(j, gate, &gate_span, runs, g, xg, n);
+        multiply_rows(j, up, &up_span, up_runs, v, xu, n);
         for (int t = 0; t < n; t++)
             for (int64_t k = 0, row = runs.first; k < runs.count; k++, row += runs.stride)
                 j->vec->swiglu(g[t] + row, g[t] + row, v[t] + row, runs.len);
     }
+}
+
+static void gate_up_task(void *arg, int task, int worker) {
+    const struct experts_job *j = arg;
+    struct unit *u = (struct unit *)unit_of_task(j, task, 0);
+    int row = (task - u->first_task) * u->rows_per_task, end = min_int(row + u->rows_per_task, u->expert->gate.rows);
+    int step = min_int(span_rows(&u->expert->gate, end - row), span_rows(&u->expert->up, end - row));
+    for (; row < end; row += step) gate_up_rows(j, u, worker, row, min_int(row + step, end));
     if (atomic_fetch_sub(&u->blocks_left, 1) == 1) quantize_hidden(j, u);
 }
 
-static void down_task(void *arg, int task, int worker) {
-    const struct experts_job *j = arg;
-    const struct unit *u = unit_of_task(j, task, 1);
+static void down_rows(const struct experts_job *j, const struct unit *u, int worker, int row0, int row1) {
     const struct moe_matrix *down = &u->expert->down;
-    int per_task = u->down_strips_per_task * down->layout->strip_rows;
-    int row0 = (task - u->first_down_task) * per_task, row1 = min_int(row0 + per_task, down->rows);
+    const struct moe_span span = span_of_rows(down, row0, row1, j->spans + (size_t)worker * j->span_bytes);
+    const struct moe_runs runs = runs_of_rows(down, row0, row1);
     int is_f32 = down->layout->activation == MOE_ACT_F32;
     float *y[MOE_MAX_TOKENS];
     const void *x[MOE_MAX_TOKENS];
-    (void)worker;
     for (int i = 0; i < u->count; i += MOE_MAX_TOKENS) {
         int n = min_int(u->count - i, MOE_MAX_TOKENS);
         for (int t = 0; t < n; t++) {
@@ -210,8 +228,18 @@ static void down_task(void *arg, int task, int worker) {
             y[t] = j->out + (int64_t)u->assignments[i + t] * j->hidden_size;
             x[t] = is_f32 ? (const void *)(j->hidden + slot * j->hidden_stride) : j->act_h + slot * j->act_h_stride;
         }
-        multiply_rows(j, down, y, x, n, row0, row1);
+        multiply_rows(j, down, &span, runs, y, x, n);
     }
+}
+
+static void down_task(void *arg, int task, int worker) {
+    const struct experts_job *j = arg;
+    const struct unit *u = unit_of_task(j, task, 1);
+    const struct moe_matrix *down = &u->expert->down;
+    int per_task = u->down_strips_per_task * down->layout->strip_rows;
+    int row = (task - u->first_down_task) * per_task, end = min_int(row + per_task, down->rows);
+    int step = span_rows(down, end - row);
+    for (; row < end; row += step) down_rows(j, u, worker, row, min_int(row + step, end));
 }
 
 /* Cut the pass into tasks and run both batches. */
@@ -258,7 +286,12 @@ struct experts_call { /* the public arguments that the steps below share */
     const int32_t *expert_ids, *offsets, *assignments;
     int num_experts, num_tokens;
     int forms[MOE_NUM_ACT], rows; /* activation forms of x in use; widest expert */
+    size_t gate_span, up_span, down_span; /* most scratch for compact strips */
 };
+
+static void need_span(size_t *bytes, const struct moe_matrix *w) {
+    if (moe_span_bytes(w) > *bytes) *bytes = moe_span_bytes(w);
+}
 
 static int check_call(struct experts_call *c, int num_experts_per_tok, int *hidden_size, size_t *act_h_stride) {
     for (int i = 0; i < c->num_experts; i++) {
@@ -269,6 +302,9 @@ static int check_call(struct experts_call *c, int num_experts_per_tok, int *hidd
         if (!expert_ok(e, *hidden_size)) return 0;
         c->forms[e->gate.layout->activation] = c->forms[e->up.layout->activation] = 1;
         c->rows = max_int(c->rows, e->gate.rows);
+        need_span(&c->gate_span, &e->gate);
+        need_span(&c->up_span, &e->up);
+        need_span(&c->down_span, &e->down);
         int form = e->down.layout->activation;
         size_t bytes = form == MOE_ACT_F32 ? 0 : moe_activation_bytes(form, e->down.cols);
         if (bytes > *act_h_stride) *act_h_stride = bytes;
@@ -305,16 +341,19 @@ static int run_experts(struct experts_job *j, const struct experts_call *c) {
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         j->act_x_stride[form] = c->forms[form] ? moe_activation_bytes(form, j->hidden_size) : 0;
     size_t up_floats = (size_t)j->ctx->num_threads * MOE_MAX_TOKENS * j->hidden_stride;
-    size_t act_x_bytes = 0;
+    j->gate_span_bytes = c->gate_span;
+    j->span_bytes = c->gate_span + c->up_span > c->down_span ? c->gate_span + c->up_span : c->down_span;
+    size_t act_x_bytes = 0, span_bytes = (size_t)j->ctx->num_threads * j->span_bytes;
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) act_x_bytes += j->act_x_stride[form];
     char *p = moe_scratch(j->ctx, tokens * (act_x_bytes + 5) + window * (j->hidden_stride * 4 + j->act_h_stride) +
-                                      up_floats * 4 + window * sizeof(struct unit) + (5 + MOE_NUM_ACT) * 64);
+                                      up_floats * 4 + span_bytes + window * sizeof(struct unit) + (6 + MOE_NUM_ACT) * 64);
     if (!p) return MOE_NO_MEMORY;
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);
     j->hidden = carve(&p, window * j->hidden_stride * 4);
     j->act_h = carve(&p, window * j->act_h_stride);
     j->up = carve(&p, up_floats * 4);
+    j->spans = carve(&p, span_bytes);
     j->units = carve(&p, window * sizeof(struct unit));
     int32_t *token_list = carve(&p, tokens * 4);
     activate_tokens(j, c, token_list, p);

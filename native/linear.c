@@ -38,8 +38,18 @@ static int layout_ok(const struct moe_layout *k, int cols) {
     return cols > 0 && cols % k->block_len == 0 && moe_activation_bytes(k->activation, cols) > 0;
 }
 
+/* 1 when `rows` rows of `cols` columns are whole blocks and groups. */
+static int storage_ok(const struct moe_format *f, int64_t rows, int cols) {
+    return cols % f->block_len == 0 && (!f->group_rows || (rows % f->group_rows == 0 && rows <= INT32_MAX));
+}
+static int codec_ok(const struct moe_format *f, const struct moe_layout *layout, int rows, int cols) {
+    if (f->group_rows ? !f->encode_group || f->group_rows != layout->strip_rows : !f->encode_strip) return 0;
+    return storage_ok(f, rows, cols) && moe_same_name(f->layout, layout->name);
+}
+
 int moe_matrix_ok(const struct moe_matrix *w) {
     if (!w || !w->data || w->rows < 1 || !layout_ok(w->layout, w->cols)) return 0;
+    if (w->storage && !codec_ok(w->storage, w->layout, w->rows, w->cols)) return 0;
     return !w->layout->scattered || w->rows % w->layout->strip_rows == 0;
 }
 
@@ -82,27 +92,40 @@ struct encode_job {
     int rows, cols;
 };
 
+static void encode_strip(const struct encode_job *j, int64_t s, char *out) {
+    if (j->format->group_rows) {
+        j->format->encode_group(out, j->rows_in, j->rows, j->cols, (int)s);
+        return;
+    }
+    int64_t row = s * j->layout->strip_rows, left = j->rows - row;
+    int num_rows = left < j->layout->strip_rows ? (int)left : j->layout->strip_rows;
+    j->format->encode_strip(out, j->rows_in + (size_t)row * j->row_bytes, j->row_bytes, num_rows, j->cols);
+}
+
 static void encode_strips(void *arg, int64_t first, int64_t last) {
     const struct encode_job *j = arg;
-    for (int64_t s = first; s < last; s++) {
-        if (j->format->group_rows) {
-            j->format->encode_group(j->out + (size_t)s * j->strip_bytes, j->rows_in, j->rows, j->cols, (int)s);
-            continue;
-        }
-        int64_t row = s * j->layout->strip_rows, left = j->rows - row;
-        int num_rows = left < j->layout->strip_rows ? (int)left : j->layout->strip_rows;
-        j->format->encode_strip(j->out + (size_t)s * j->strip_bytes, j->rows_in + (size_t)row * j->row_bytes,
-                                j->row_bytes, num_rows, j->cols);
-    }
+    for (int64_t s = first; s < last; s++) encode_strip(j, s, j->out + (size_t)s * j->strip_bytes);
+}
+
+struct moe_span moe_span(const struct moe_matrix *w, int first, int last, void *scratch) {
+    struct moe_span span = {w->layout, w->data, 0, w->rows, w->cols, first, last};
+    if (!w->storage) return span;
+    struct encode_job job = {scratch, w->data, w->storage, w->layout, moe_row_bytes(w->storage, w->cols),
+                             w->layout->strip_bytes(w->cols), w->rows, w->cols};
+    for (int s = first; s < last; s++) encode_strip(&job, s, job.out + (size_t)(s - first) * job.strip_bytes);
+    span.data = scratch;
+    span.row0 = w->layout->scattered ? first : (int64_t)first * w->layout->strip_rows;
+    if (!w->layout->scattered) span.rows -= (int)span.row0; /* scattered rows are `rows / strip_rows` apart */
+    span.first = 0;
+    span.last = last - first;
+    return span;
 }
 
 int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, const struct moe_layout *layout,
                const void *rows_in, int rows, int cols) {
     if (!ctx || !out || !format || !layout || !rows_in || rows < 1 || !layout_ok(layout, cols)) return MOE_BAD_ARGUMENT;
     if (format->group_rows ? !format->encode_group : !format->encode_strip) return MOE_NO_KERNEL;
-    if (format->group_rows && (rows % format->group_rows || layout->strip_rows != format->group_rows))
-        return MOE_BAD_ARGUMENT;
-    if (cols % format->block_len || !moe_same_name(format->layout, layout->name)) return MOE_BAD_ARGUMENT;
+    if (!codec_ok(format, layout, rows, cols)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     struct encode_job job = {out, rows_in, format, layout, moe_row_bytes(format, cols),
                              layout->strip_bytes(cols), rows, cols};
@@ -141,11 +164,6 @@ static void quantize_groups(void *arg, int64_t first, int64_t last) {
                 atomic_store_explicit(&j->bad, 1, memory_order_relaxed);
         j->format->quantize_group(j->out, j->x, (int)j->rows, j->cols, (int)g);
     }
-}
-
-/* 1 when `rows` rows of `cols` columns are whole blocks and groups. */
-static int storage_ok(const struct moe_format *f, int64_t rows, int cols) {
-    return cols % f->block_len == 0 && (!f->group_rows || (rows % f->group_rows == 0 && rows <= INT32_MAX));
 }
 
 int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols) {
@@ -282,11 +300,14 @@ struct linear_job {
     const struct moe_vector_ops *vec;
     struct linear_part *parts;
     int num_parts, num_tasks, num_tokens, tokens_per_task, add;
+    char *spans; /* [threads] of span_bytes */
+    size_t span_bytes;
 };
 
-static void linear_group(const struct linear_job *j, const struct linear_part *p, int first, int last, int t0, int n) {
+/* runs: the rows of the span. */
+static void linear_group(const struct linear_job *j, const struct linear_part *p, const struct moe_span *span,
+                         struct moe_runs runs, int t0, int n) {
     const struct moe_matrix *w = p->w;
-    const struct moe_runs runs = moe_runs(w, first, last);
     float *y[MOE_MAX_TOKENS] = {0}, old[MOE_MAX_TOKENS][MAX_TASK_ROWS];
     const void *x[MOE_MAX_TOKENS] = {0};
     for (int t = 0; t < n; t++) {
@@ -295,7 +316,7 @@ static void linear_group(const struct linear_job *j, const struct linear_part *p
         for (int k = 0; j->add && k < runs.count; k++)
             memcpy(old[t] + k * runs.len, y[t] + runs.first + k * runs.stride, (size_t)runs.len * sizeof(float));
     }
-    w->layout->matmul(y, w->data, w->rows, w->cols, first, last, x, n);
+    moe_multiply(span, y, x, n);
     for (int t = 0; t < n; t++)
         for (int k = 0; k < runs.count; k++) {
             int64_t row = runs.first + k * runs.stride;
@@ -307,15 +328,20 @@ static void linear_group(const struct linear_job *j, const struct linear_part *p
 static void linear_task(void *arg, int task, int worker) {
     const struct linear_job *j = arg;
     const struct linear_part *p = j->parts;
-    (void)worker;
     while (p + 1 < j->parts + j->num_parts && p[1].first_task <= task) p++;
     task -= p->first_task;
     int first = task % p->strip_blocks * p->strips_per_task, last = first + p->strips_per_task;
     int t0 = task / p->strip_blocks * j->tokens_per_task, end = t0 + j->tokens_per_task;
     if (last > moe_strips(p->w)) last = moe_strips(p->w);
     if (end > j->num_tokens) end = j->num_tokens;
-    for (; t0 < end; t0 += MOE_MAX_TOKENS)
-        linear_group(j, p, first, last, t0, end - t0 < MOE_MAX_TOKENS ? end - t0 : MOE_MAX_TOKENS);
+    int step = p->w->storage ? moe_span_strips(p->w) : last - first;
+    for (int stop; first < last; first = stop) {
+        stop = last - first < step ? last : first + step;
+        struct moe_span span = moe_span(p->w, first, stop, j->spans + (size_t)worker * j->span_bytes);
+        struct moe_runs runs = moe_runs(p->w, first, stop);
+        for (int t = t0; t < end; t += MOE_MAX_TOKENS)
+            linear_group(j, p, &span, runs, t, end - t < MOE_MAX_TOKENS ? end - t : MOE_MAX_TOKENS);
+    }
 }
 
 static void plan_linear(struct moe_ctx *ctx, struct linear_job *j) {
@@ -353,13 +379,17 @@ static void plan_linear(struct moe_ctx *ctx, struct linear_job *j) {
 static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices,
                       const float *x, int num_tokens, int add) {
     int cols = w[0]->cols, wanted[MOE_NUM_ACT] = {0};
-    size_t offset[MOE_NUM_ACT] = {0}, bytes = 0;
-    for (int m = 0; m < num_matrices; m++) wanted[w[m]->layout->activation] = 1;
+    size_t offset[MOE_NUM_ACT] = {0}, bytes = 0, span_bytes = 0;
+    for (int m = 0; m < num_matrices; m++) {
+        wanted[w[m]->layout->activation] = 1;
+        if (moe_span_bytes(w[m]) > span_bytes) span_bytes = moe_span_bytes(w[m]);
+    }
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) {
         offset[form] = bytes;
         if (wanted[form]) bytes += (size_t)num_tokens * moe_activation_bytes(form, cols);
     }
-    char *scratch = moe_scratch(ctx, bytes + (size_t)num_matrices * sizeof(struct linear_part));
+    size_t spans_at = bytes + moe_round64((size_t)num_matrices * sizeof(struct linear_part));
+    char *scratch = moe_scratch(ctx, spans_at + (size_t)ctx->num_threads * span_bytes);
     if (!scratch) return MOE_NO_MEMORY;
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         if (wanted[form]) moe_activate(ctx, scratch + offset[form], form, x, 0, num_tokens, cols);
@@ -374,7 +404,7 @@ static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, fl
         }
     }
     struct linear_job job = {.vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens = num_tokens,
-                             .add = add};
+                             .add = add, .spans = scratch + spans_at, .span_bytes = span_bytes};
     plan_linear(ctx, &job);
     return MOE_OK;
 }
@@ -395,14 +425,25 @@ struct embed_job {
     const struct moe_matrix *w;
     const struct moe_layout *exact;
     const int32_t *ids;
+    char *spans; /* [threads] strips of a compact matrix */
+    size_t strip_bytes;
+    int num_tokens, tokens_per_task;
 };
 
-static void embed_rows(void *arg, int64_t first, int64_t last) {
+static void embed_task(void *arg, int task, int worker) {
     const struct embed_job *j = arg;
-    int strips = moe_strips(j->w), strip_rows = j->exact->strip_rows;
-    for (int64_t t = first; t < last; t++) {
+    const struct moe_matrix *w = j->w;
+    int strips = moe_strips(w), strip_rows = j->exact->strip_rows;
+    int first = task * j->tokens_per_task, last = first + j->tokens_per_task;
+    for (int t = first; t < last && t < j->num_tokens; t++) {
         int id = j->ids[t], row = j->exact->scattered ? id % strips * strip_rows + id / strips : id;
-        j->exact->dequantize_row(j->y + t * j->w->cols, j->w->data, j->w->cols, row);
+        const void *data = w->data;
+        if (w->storage) {
+            int strip = row / strip_rows;
+            data = moe_span(w, strip, strip + 1, j->spans + (size_t)worker * j->strip_bytes).data;
+            row %= strip_rows;
+        }
+        j->exact->dequantize_row(j->y + (int64_t)t * w->cols, data, w->cols, row);
     }
 }
 
@@ -411,9 +452,15 @@ int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const i
     for (int t = 0; t < num_tokens; t++)
         if (ids[t] < 0 || ids[t] >= w->rows) return MOE_BAD_ARGUMENT;
     if (w->layout->activation == MOE_ACT_Q8_256_ROTATED) return MOE_NO_KERNEL; /* its rows are not the weights */
-    struct embed_job job = {y, w, scalar_layout(w->layout->name), ids};
+    struct embed_job job = {.y = y, .w = w, .exact = scalar_layout(w->layout->name), .ids = ids,
+                            .num_tokens = num_tokens, .tokens_per_task = TASK_ELEMENTS / w->cols + 1};
     if (!job.exact || !job.exact->dequantize_row) return MOE_NO_KERNEL;
     uint32_t saved = moe_enter(ctx);
-    parallel_spans(ctx, num_tokens, TASK_ELEMENTS / w->cols + 1, embed_rows, &job);
+    if (w->storage) {
+        job.strip_bytes = moe_round64(w->layout->strip_bytes(w->cols));
+        job.spans = moe_scratch(ctx, (size_t)ctx->num_threads * job.strip_bytes);
+        if (!job.spans) return moe_leave(ctx, saved, MOE_NO_MEMORY);
+    }
+    moe_parallel(ctx, (num_tokens + job.tokens_per_task - 1) / job.tokens_per_task, embed_task, &job);
     return moe_leave(ctx, saved, MOE_OK);
 }

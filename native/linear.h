@@ -25,6 +25,29 @@ static inline struct moe_runs moe_runs(const struct moe_matrix *w, int first, in
     if (w->layout->scattered) return (struct moe_runs){first, last - first, moe_strips(w), w->layout->strip_rows};
     return (struct moe_runs){row0, (row1 < w->rows ? row1 : w->rows) - row0, 0, 1};
 }
+/* Strips ready for their kernel: those of the matrix, or re-coded ones of a compact matrix in scratch. */
+enum { MOE_SPAN_ROWS = 16 }; /* rows re-coded at once, if a strip is not longer: two strips stay in L1 and L2 */
+struct moe_span {
+    const struct moe_layout *layout;
+    const void *data;
+    int64_t row0; /* the kernel's row 0 is this one of the matrix */
+    int rows, cols, first, last;
+};
+/* Most strips of one span of a compact matrix. */
+static inline int moe_span_strips(const struct moe_matrix *w) {
+    return (MOE_SPAN_ROWS + w->layout->strip_rows - 1) / w->layout->strip_rows;
+}
+/* Bytes of scratch that a span takes; 0 for strips, whose spans are of any length. */
+static inline size_t moe_span_bytes(const struct moe_matrix *w) {
+    return w->storage ? moe_round64((size_t)moe_span_strips(w) * w->layout->strip_bytes(w->cols)) : 0;
+}
+struct moe_span moe_span(const struct moe_matrix *w, int first, int last, void *scratch);
+/* y[t] is row 0 of the matrix; n <= MOE_MAX_TOKENS. */
+static inline void moe_multiply(const struct moe_span *s, float *const *y, const void *const *x, int n) {
+    float *at[MOE_MAX_TOKENS] = {0};
+    for (int t = 0; t < n; t++) at[t] = y[t] + s->row0;
+    s->layout->matmul(at, s->data, s->rows, s->cols, s->first, s->last, x, n);
+}
 static inline size_t moe_data_bytes(const struct moe_matrix *w) {
     return moe_matrix_bytes(w->layout, w->rows, w->cols);
 }

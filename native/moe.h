@@ -26,11 +26,13 @@ enum moe_status {
 struct moe_ctx;
 
 struct moe_matrix {
-    const void *data;               /* strips */
+    const void *data;                 /* strips; with `storage`, that format's rows at any address */
     const struct moe_layout *layout;
-    const float *bias;              /* [rows] or NULL */
+    const float *bias;                /* [rows] or NULL */
     int rows;
     int cols;
+    const struct moe_format *storage; /* NULL: data holds strips. Else compact: each strip is re-coded into scratch
+                                       * right before use, once for all tokens of a task. Same bits. */
 };
 
 struct moe_expert {
@@ -107,7 +109,7 @@ int moe_quantize_activations(struct moe_ctx *ctx, void *out, int activation, con
 /* y[m] [T, rows_m] = x [T, cols] W_m^T + bias_m, (added to what y holds when add = 1). One x for several matrices. */
 int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices, const float *x,
                int num_tokens, int add);
-/* y [T, cols] = rows ids[t] of w. */
+/* y [T, cols] = rows ids[t] of w, compact or not. */
 int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const int32_t *ids, int num_tokens);
 
 /* ---- other layers (layers.c, attention.c, rope.c) ---- */

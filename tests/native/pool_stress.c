@@ -82,7 +82,7 @@ static int make_matrix(struct moe_ctx *ctx, struct moe_matrix *w, unsigned *seed
     for (int i = 0; i < SIDE * SIDE; i++) x[i] = (float)(rand_r(seed) % 2001 - 1000) * 1e-4f;
     int failed = moe_quantize(ctx, stored, "q8_0", x, SIDE, SIDE) ||
                  moe_encode(ctx, strips, format, layout, stored, SIDE, SIDE);
-    *w = (struct moe_matrix){strips, layout, 0, SIDE, SIDE};
+    *w = (struct moe_matrix){.data = strips, .layout = layout, .rows = SIDE, .cols = SIDE};
     free(x);
     free(stored);
     return failed;
