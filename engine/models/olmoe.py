@@ -14,6 +14,7 @@ from ..kernels import Context, lib
 from ..kv_cache import KVCache
 from ..layers import Buffer, Layers, Linear, RopeTable
 from ..moe import MoeBlock, MoeBuffers, Router
+from ._gguf import head_dim_from_gguf, rope_from_gguf
 
 # Keys of config.json that cannot change what a forward pass computes.
 HARMLESS = {
@@ -100,6 +101,51 @@ TENSORS = {
     "layers.{n}.mlp.experts.{e}.up_proj": "model.layers.{n}.mlp.experts.{e}.up_proj.weight",
     "layers.{n}.mlp.experts.{e}.down_proj": "model.layers.{n}.mlp.experts.{e}.down_proj.weight",
 }
+
+
+# Our tensor name -> where it lies in a GGUF file (weights/slices.py); files of older converters and newer ones differ.
+GGUF_ARCHITECTURE = "olmoe"
+GGUF_TENSORS = {
+    "embed_tokens": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "lm_head": "output.weight",
+    "layers.{n}.input_layernorm": "blk.{n}.attn_norm.weight",
+    "layers.{n}.post_attention_layernorm": "blk.{n}.ffn_norm.weight",
+    "layers.{n}.self_attn.q_proj": "blk.{n}.attn_q.weight",
+    "layers.{n}.self_attn.k_proj": "blk.{n}.attn_k.weight",
+    "layers.{n}.self_attn.v_proj": "blk.{n}.attn_v.weight",
+    "layers.{n}.self_attn.o_proj": "blk.{n}.attn_output.weight",
+    "layers.{n}.self_attn.q_norm": "blk.{n}.attn_q_norm.weight",
+    "layers.{n}.self_attn.k_norm": "blk.{n}.attn_k_norm.weight",
+    "layers.{n}.mlp.router": "blk.{n}.ffn_gate_inp.weight",
+    "layers.{n}.mlp.experts.{e}.gate_proj": ("blk.{n}.ffn_gate_exps.weight", "blk.{n}.ffn_gate_up_exps.weight[0/2]"),
+    "layers.{n}.mlp.experts.{e}.up_proj": ("blk.{n}.ffn_up_exps.weight", "blk.{n}.ffn_gate_up_exps.weight[1/2]"),
+    "layers.{n}.mlp.experts.{e}.down_proj": "blk.{n}.ffn_down_exps.weight",
+}
+
+
+def config_from_gguf(keys) -> dict:
+    """config.json of the model in a GGUF file. keys: engine.weights.gguf_keys.GgufKeys.
+
+    Source: llama.cpp's converter and graph of "olmoe": top-k probabilities are not renormalised.
+    """
+    return {
+        "hidden_size": keys.integer("embedding_length"),
+        "intermediate_size": keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length")),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": keys.integer("attention.head_count"),
+        "num_key_value_heads": keys.integer("attention.head_count_kv", keys.integer("attention.head_count")),
+        **head_dim_from_gguf(keys),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", False),
+        "clip_qkv": keys.number("attention.clamp_kqv", None) or None,
+        **rope_from_gguf(keys, 10000.0),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": keys.rows("token_embd.weight"),
+        "max_position_embeddings": keys.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in keys.tensors,
+    }
 
 
 def shapes(c: Config) -> dict[str, tuple[int, ...]]:

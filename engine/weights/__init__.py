@@ -4,17 +4,19 @@ from pathlib import Path
 
 from .base import ExpertRecord, ModelFiles, Progress, TensorRecord, reading
 from .errors import NotASnapshotError
+from .gguf import GgufModel
+from .gguf_header import is_gguf
 from .header import HEADER_FILE
 from .snapshot import Snapshot
 
-__all__ = ["ExpertRecord", "ModelFiles", "Progress", "Snapshot", "TensorRecord", "open_model"]
+__all__ = ["ExpertRecord", "GgufModel", "ModelFiles", "Progress", "Snapshot", "TensorRecord", "open_model"]
 
 
 def open_model(path, context=None) -> ModelFiles:
-    """Open and check a model directory.
+    """Open and check a model: a snapshot directory, a GGUF file, or any shard of a split GGUF.
 
     context: kernels.Context to check layouts against; None makes one.
-    Raises: NotASnapshotError for anything else, saying what it looks like; see Snapshot.open for the rest.
+    Raises: NotASnapshotError for anything else, saying what it looks like; see Snapshot.open and GgufModel.open.
     """
     with reading(path):
         return _open(Path(path), context)
@@ -23,8 +25,14 @@ def open_model(path, context=None) -> ModelFiles:
 def _open(path: Path, context) -> ModelFiles:
     if not path.exists():
         raise NotASnapshotError(f"{path}: no such file or directory")
+    if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
+        return GgufModel.open(path, context)
     if path.is_file():
-        hint = f"give the directory {path.parent}" if path.name == HEADER_FILE else "give a snapshot directory"
+        hint = (
+            f"give the directory {path.parent}"
+            if path.name == HEADER_FILE
+            else "give a snapshot directory or a GGUF file"
+        )
         raise NotASnapshotError(f"{path}: a file, expected a snapshot directory; {hint}")
     if not (path / HEADER_FILE).is_file() and (path / "config.json").is_file():
         raise NotASnapshotError(

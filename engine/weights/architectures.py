@@ -5,14 +5,14 @@ here. Knows nothing of files or of formats.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..models import family, known
 from .errors import MissingTensorError, UnknownArchitectureError
 
-ROLES = ("embed", "head", "attention", "norm", "router", "gate_up", "down")
+ROLES = ("embed", "head", "attention", "norm", "bias", "router", "gate_up", "down", "shared", "mlp")
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")  # in the order of an expert record
 _EXPERT = re.compile(rf"^layers\.(\d+)\.mlp\.experts\.(\d+)\.{EXPERT_PARTS[0]}$")
 # Ten times the largest published model; a broken config must not exhaust memory while it is being checked.
@@ -23,7 +23,8 @@ _MAX_UNLISTED = 100_000
 
 
 class Expected(NamedTuple):
-    """What a model needs: role, logical shape ([rows, cols], or [length] of a norm vector), name in a checkpoint."""
+    """What a model needs: role, logical shape ([rows, cols], or [length] of a vector), and its name in the source: a
+    checkpoint's, or what gguf_slices.parse reads in a GGUF file."""
 
     role: str
     shape: tuple[int, ...]
@@ -45,23 +46,33 @@ def expert_record_name(layer: int, expert: int) -> str:
 
 
 def role_of(name: str) -> str:
-    """Role of a tensor name or template in our spelling."""
+    """Role of a tensor name or template in our spelling.
+
+    "gate_up" and "down" are routed experts, "shared" the experts that every token takes, "mlp" the feed-forward of a
+    layer without experts; "norm" and "bias" are float32 vectors. Raises: KeyError for a name without a role.
+    """
     last = name.rsplit(".", 1)[-1]
     if last.endswith("norm"):
         return "norm"
+    if last.endswith(("bias", "sinks")):
+        return "bias"
     if ".self_attn." in name:
         return "attention"
-    by_name = {
-        "embed_tokens": "embed", "lm_head": "head", "router": "router",
-        "gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down",
-    }  # fmt: skip
-    return by_name[last]
+    if last in ("router", "shared_expert_gate"):
+        return "router"
+    if ".shared_expert" in name:
+        return "shared"
+    if ".experts." in name:
+        return {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}[last]
+    return {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}[last]
 
 
-def _expand(template: str, num_layers: int, num_experts: int):
-    layers = range(num_layers) if "{n}" in template else (None,)
-    experts = range(num_experts) if "{e}" in template else (None,)
-    return ((n, e) for n in layers for e in experts)
+def _layers(module, checked, template: str) -> Iterable[int | None]:
+    """Layers that have the template's tensor: all of them, unless the family's `layers_of` says otherwise."""
+    if "{n}" not in template:
+        return (None,)
+    layers_of = getattr(module, "layers_of", None)
+    return layers_of(checked, template) if layers_of else range(checked.num_hidden_layers)
 
 
 def model_config(architecture: str, config: dict):
@@ -88,10 +99,10 @@ def output_axis(architecture: str) -> int | None:
     return getattr(family(architecture), "OUTPUT_AXIS", None)
 
 
-def _refuse_too_many(templates: Iterable[str], checked, num_listed: int) -> None:
+def _refuse_too_many(module, templates: Iterable[str], checked, num_listed: int) -> None:
     """Count before a name is made."""
     layers, experts = checked.num_hidden_layers, checked.num_experts
-    needed = sum((layers if "{n}" in name else 1) * (experts if "{e}" in name else 1) for name in templates)
+    needed = sum(len(_layers(module, checked, name)) * (experts if "{e}" in name else 1) for name in templates)
     if needed > num_listed + _MAX_UNLISTED:
         raise MissingTensorError(
             f"config.json: num_hidden_layers {layers} and num_experts {experts} need {needed} tensors, {num_listed} "
@@ -99,24 +110,37 @@ def _refuse_too_many(templates: Iterable[str], checked, num_listed: int) -> None
         )
 
 
-def expected_tensors(architecture: str, config: dict, num_listed: int = 0) -> dict[str, Expected]:
+def expected_tensors(
+    architecture: str, config: dict, num_listed: int = 0, source_names: Mapping[str, object] | None = None
+) -> dict[str, Expected]:
     """Every tensor of the model: embedding, then layer by layer with each expert's matrices together, norm, head.
 
-    num_listed: tensors that the file lists. Raises: as model_config; MissingTensorError for a config that needs so many
+    num_listed: tensors that the file lists. source_names: template -> name in the source (or several to choose from);
+    None takes the checkpoint's, TENSORS. Raises: as model_config; MissingTensorError for a config that needs so many
     more that even their names are too many.
     """
     checked = model_config(architecture, config)
     module = family(architecture)
+    source_names = module.TENSORS if source_names is None else source_names
     templates = module.shapes(checked)
-    _refuse_too_many(templates, checked, num_listed)
+    _refuse_too_many(module, templates, checked, num_listed)
     found = []
     for template, shape in templates.items():
-        role, source = role_of(template), module.TENSORS[template]
-        part = EXPERT_PARTS.index(template.rsplit(".", 1)[-1]) if "{e}" in template else 0
-        for n, e in _expand(template, checked.num_hidden_layers, checked.num_experts):
+        role, source = role_of(template), source_names[template]
+        part = EXPERT_PARTS.index(template.rsplit(".", 1)[-1]) if role in ("gate_up", "down") else 0
+        experts = range(checked.num_experts) if "{e}" in template else (None,)
+        for n in _layers(module, checked, template):
             # Before all layers: the embedding. After them: the final norm and the head.
             place = n if n is not None else -1 if role == "embed" else checked.num_hidden_layers
-            order = (place, -1 if e is None else e, part)
-            found.append((order, template.format(n=n, e=e), Expected(role, tuple(shape), source.format(n=n, e=e))))
+            for e in experts:
+                # Only the matrices of an expert stand together; what else there is one of per expert comes before.
+                order = (place, -1 if role not in ("gate_up", "down") else e, part)
+                want = Expected(role, tuple(shape), _filled(source, n, e))
+                found.append((order, template.format(n=n, e=e), want))
     found.sort(key=lambda item: item[0])  # stable: templates of one layer keep the family's order
     return {name: expected for _, name, expected in found}
+
+
+def _filled(source, n: int | None, e: int | None):
+    """A source name, or each of several, with layer and expert filled in."""
+    return source.format(n=n, e=e) if isinstance(source, str) else tuple(name.format(n=n, e=e) for name in source)

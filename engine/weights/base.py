@@ -6,7 +6,7 @@ Knows nothing of how a container stores its directory; snapshot.py and later rea
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,9 +112,11 @@ class ModelFiles:
     config, generation_config: the dictionaries of the checkpoint.
     tokenizer_dir: directory with tokenizer.json, or None. tensors: name -> TensorRecord, in forward order.
     files: file name -> bytes of every data file. tied_head: the head is embed_tokens.
+    gguf_metadata: all keys of a GGUF file, or None.
     """
 
     kind = ""
+    gguf_metadata: Mapping[str, object] | None = None
 
     def __init__(self, directory: Path, architecture: str, config: dict, generation_config: dict):
         self.path, self.architecture = directory, architecture

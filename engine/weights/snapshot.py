@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from .. import kernels
 from ..formats import FORMATS
 from . import checks
@@ -29,13 +27,9 @@ from .errors import (
 )
 from .header import HEADER_FILE, Header, header_identity, read_header_file
 from .safetensors import read_header
+from .scales import first_nonfinite_row, sample
 
-# Tensors whose first rows are looked at when a snapshot is opened: enough to notice zeroed or random pages, few enough
-# to open a cold file at once.
-_SAMPLED_TENSORS = 48
-_SAMPLED_ROWS = 8
 _VERIFY_CHUNK_BYTES = 4 << 20
-_SCAN_VALUES = 4 << 20
 
 
 def checksum_of(chunks: Iterable) -> str:
@@ -91,7 +85,7 @@ class Snapshot(ModelFiles):
                 f"{header_path}: identity {header.identity[:12]} does not match its content; it was edited or damaged "
                 "after it was written, copy it again or convert the model again"
             )
-        self._check_scales(self._sample(), context)
+        self._check_scales(sample(self.tensors.values()), context)
         return self
 
     # ---- checks at open ----------------------------------------------------------------------------------------------
@@ -121,11 +115,6 @@ class Snapshot(ModelFiles):
         for name in self.files:
             container = read_header(self.path_of(name))
             checks.check_container(name, container, self.header.identity, extents)
-
-    def _sample(self) -> list[tuple[TensorRecord, int]]:
-        records = list(self.tensors.values())
-        step = -(-len(records) // _SAMPLED_TENSORS)
-        return [(record, _SAMPLED_ROWS) for record in records[::step]]
 
     def _check_scales(self, jobs: Iterable, context) -> None:
         """Refuse non-finite scales in the first rows of each (record, rows)."""
@@ -193,35 +182,3 @@ class Snapshot(ModelFiles):
             return checksum_of(chunks(handle)) == record.checksum
         finally:
             os.close(handle)
-
-
-def first_nonfinite_row(context, record: TensorRecord, stored, rows: int) -> int | None:
-    """First of the first `rows` rows with a value that is not finite, or None."""
-    if FORMATS[record.format].group_rows:
-        rows = record.rows  # no row can be cut out of such a matrix
-    if record.layout is None:
-        row_bytes = record.nbytes // record.rows
-        block = context.check_rows(record.format, stored[: rows * row_bytes], rows, record.cols)
-        return None if block is None else block // (record.cols // FORMATS[record.format].block_len)
-    return _first_nonfinite_strip_row(context, record, stored, rows)
-
-
-def _first_nonfinite_strip_row(context, record: TensorRecord, stored, rows: int) -> int | None:
-    # Layouts have no check of their own: the rows are widened to float32, some at a time, and looked at.
-    matrix = kernels.Matrix(context, record.layout, stored, record.rows, record.cols, record.format)
-    step = max(1, _SCAN_VALUES // record.cols)
-    for first in range(0, rows, step):
-        ids = np.arange(first, min(first + step, rows), dtype=np.int32)
-        values = np.empty((len(ids), record.cols), np.float32)
-        status = kernels.lib.moe_embed(
-            context.handle,
-            kernels.address(values, "float *"),
-            matrix.cdata,
-            kernels.address(ids, "int32_t *"),
-            len(ids),
-        )
-        kernels.check(status, f"read {record.name}")
-        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-        if len(bad):
-            return first + int(bad[0])
-    return None

@@ -1,0 +1,156 @@
+"""GGUF files in place: the same logits as transformers, records that point at the right bytes, split sets, metadata.
+
+Files are written by the gguf package, logits come from the golden files of transformers, values from gguf's decoders.
+"""
+
+import shutil
+
+import gguf
+import gguf_models
+import numpy as np
+import pytest
+import tiny_models
+from gguf import GGMLQuantizationType as Type
+from test_models import GOLDEN_DIR, largest_error
+
+from engine.errors import ConfigError
+from engine.formats import FORMATS
+from engine.generate import decode_step
+from engine.kernels import Context
+from engine.models import family
+from engine.weights import errors, open_model
+from engine.weights.gguf_header import read_header
+from engine.weights.loader import WeightLoader
+
+# Every golden config whose rules a GGUF file can express (rope parameters are read by the family's Config).
+NAMES = [name for name in tiny_models.CONFIGS if name != "tied"]
+
+
+def load_model(files):
+    """The family's Model over opened files, without a tokenizer."""
+    context = Context()
+    size = min(256, files.config["max_position_embeddings"])
+    return family(files.architecture).Model(files.config, WeightLoader(files, context), context, size, size)
+
+
+def golden_logits(model, file):
+    kv, prompt = model.new_kv(len(file["prompt_ids"]) + len(file["greedy_ids"]), "f32"), file["prompt_ids"]
+    rows = [model.forward(prompt.astype(np.int32), kv, 0, logits="all").copy()]
+    for i, token in enumerate(file["greedy_ids"][:-1]):
+        rows.append(decode_step(model, kv, int(token), len(prompt) + i).copy())
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+def test_logits_match_transformers(tmp_path, name):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, name, fused=name in ("odd", "wide"))
+    files = open_model(path)
+    assert files.kind == "gguf" and files.tied_head == tiny_models.hf_config(name)["tie_word_embeddings"]
+    with np.load(GOLDEN_DIR / f"{name}.npz") as file:
+        want = np.concatenate([file["prefill_logits"], file["decode_logits"]])
+        got = golden_logits(load_model(files), file)
+    assert largest_error(got, want) <= 1e-4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_records_hold_the_values_of_the_file(tmp_path, fused):
+    path = tmp_path / "m.gguf"
+    formats = {"ffn_down": Type.Q8_0, "ffn": Type.Q4_0, "attn": Type.Q5_1, "token_embd": Type.F16}
+    stored = gguf_models.write_gguf(path, "mha_base", formats, fused=fused)
+    files = open_model(path)
+
+    def values(name):
+        record = files.record(name)
+        rows = files.read(name).reshape(record.rows, -1)
+        return record, FORMATS[record.format].dequantize(rows, record.cols)
+
+    for part, expert in (("gate", 0), ("up", 5), ("down", 7)):
+        record, got = values(f"layers.1.mlp.experts.{expert}.{part}_proj")
+        assert record.format == ("q8_0" if part == "down" else "q4_0")
+        if fused and part != "down":
+            both = stored["blk.1.ffn_gate_up_exps.weight"][expert]
+            want = np.split(both, 2)[part == "up"]
+        else:
+            want = stored[f"blk.1.ffn_{part}_exps.weight"][expert]
+        np.testing.assert_array_equal(got, want)
+    record, got = values("layers.0.self_attn.o_proj")
+    assert record.format == "q5_1"
+    np.testing.assert_array_equal(got, stored["blk.0.attn_output.weight"])
+    np.testing.assert_array_equal(files.vector("layers.1.self_attn.k_norm"), stored["blk.1.attn_k_norm.weight"])
+
+
+def test_any_shard_of_a_split_set_opens_the_whole(tmp_path):
+    gguf_models.write_gguf(tmp_path / "one.gguf", "gqa_norm")
+    gguf_models.write_gguf(tmp_path / "set.gguf", "gqa_norm", shard_tensors=9)
+    shards = sorted(tmp_path.glob("set-*.gguf"))
+    assert len(shards) > 3
+    one = open_model(tmp_path / "one.gguf")
+    for shard in (shards[0], shards[2], shards[-1]):
+        files = open_model(shard)
+        assert files.config == one.config and len(files.files) == len(shards)
+        assert files.tensors.keys() == one.tensors.keys()
+        for name in one.tensors:
+            np.testing.assert_array_equal(files.read(name), one.read(name))
+
+
+def test_missing_shards_are_listed_by_name(tmp_path):
+    gguf_models.write_gguf(tmp_path / "set.gguf", "mha_base", shard_tensors=5)
+    shards = sorted(tmp_path.glob("set-*.gguf"))
+    shards[1].unlink()
+    shards[3].unlink()
+    with pytest.raises(errors.MissingFileError) as caught:
+        open_model(shards[0])
+    assert shards[1].name in str(caught.value) and shards[3].name in str(caught.value)
+    assert "2 of the 6" in str(caught.value)
+
+
+def test_shards_that_do_not_belong_together(tmp_path):
+    gguf_models.write_gguf(tmp_path / "set.gguf", "mha_base", shard_tensors=10)
+    shards = sorted(tmp_path.glob("set-*.gguf"))
+    shutil.copy(shards[0], shards[1])
+    with pytest.raises(errors.ForeignFileError, match="part 0 of 3"):
+        open_model(shards[0])
+    shards[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(errors.ForeignFileError, match="not named like one"):
+        open_model(tmp_path / "renamed.gguf")
+
+
+def test_metadata_is_what_the_gguf_package_reads(tmp_path):
+    path = tmp_path / "m.gguf"
+
+    def edit(writer):
+        writer.add_array("x.numbers", [3, -4, 5])
+        writer.add_array("x.scores", [0.5, -1.25])
+        writer.add_array("x.words", ["a", "b\u00e9", ""])
+        writer.add_array("x.none", [True, False])
+        writer.add_uint64("x.long", 2**63 + 1)
+        writer.add_float64("x.double", 0.1)
+
+    gguf_models.write_gguf(path, "mha_base", edit=edit)
+    metadata = open_model(path).gguf_metadata
+    reader = gguf.GGUFReader(path)
+    keys = [key for key in reader.fields if not key.startswith("GGUF.")]
+    assert list(metadata) == keys
+    for key in keys:
+        assert metadata[key] == reader.fields[key].contents(), key
+    assert metadata.length("tokenizer.ggml.tokens") == tiny_models.TOKENIZER_SIZE
+
+
+def test_the_directory_is_what_the_gguf_package_reads(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "wide", {"ffn": Type.Q4_1}, edit=lambda w: w.add_custom_alignment(256))
+    tensors = read_header(path).tensors
+    for want in gguf.GGUFReader(path).tensors:
+        got = tensors.pop(want.name)
+        assert got.shape == tuple(int(n) for n in want.shape)[::-1]
+        assert (got.ggml_type, got.offset, got.nbytes) == (want.tensor_type, want.data_offset, want.n_bytes)
+        assert got.offset % 256 == 0
+    assert not tensors
+
+
+def test_a_key_that_may_change_the_mathematics_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "mha_base", edit=lambda w: w.add_float32("olmoe.attention.new_rule", 2.0))
+    with pytest.raises(ConfigError, match=r"olmoe\.attention\.new_rule"):
+        open_model(path)
