@@ -97,13 +97,24 @@ class Layers:
         check(lib.moe_kv_store(self.ctx, kv, k.ptr, v.ptr, position, num_tokens), "kv store")
 
     def attention(
-        self, out: Buffer, q: Buffer, kv, num_tokens: int, num_heads: int, position: int, scale: float
+        self, out: Buffer, q: Buffer, kv, num_tokens: int, num_heads: int, position: int, scale: float, window: int = 0,
+        sinks: Vector | None = None,
+    ) -> None:  # fmt: skip
+        """Causal attention of q [T, N, D] over the cache; out [T, N, V]. window: positions seen (0: all); sinks [N]."""
+        sinks_ptr = ffi.NULL if sinks is None else sinks.ptr
+        call = (out.ptr, q.ptr, kv, num_tokens, num_heads, position, scale, window, sinks_ptr)
+        check(lib.moe_attention(self.ctx, *call), "attention")
+
+    def rmsnorm_part(self, x: Buffer, weight: Vector, num_rows: int, width: int, eps: float) -> None:
+        """In place, the first `width` numbers of every row of x."""
+        check(lib.moe_rmsnorm_part(self.ctx, x.ptr, weight.ptr, num_rows, width, x.width, eps), "rmsnorm")
+
+    def linear_heads(
+        self, out: Buffer, w: Matrix, x: Buffer, num_tokens: int, num_heads: int, x_width: int, tail: int = 0
     ) -> None:
-        """Causal attention of q [T, N, D] over the cache; out [T, N, D]."""
-        check(
-            lib.moe_attention(self.ctx, out.ptr, q.ptr, kv, num_tokens, num_heads, position, scale, 0, ffi.NULL),
-            "attention",
-        )
+        """out [T, N, rows + tail]: one matrix of w [N * rows, cols] per head times x [T, N, :cols], then the `tail`
+        numbers of x behind those."""
+        check(lib.moe_linear_heads(self.ctx, w.cdata, out.ptr, x.ptr, num_tokens, num_heads, x_width, tail), "heads")
 
 
 def nonfinite_message(where: str) -> str:

@@ -3,6 +3,8 @@
 Which experts are in memory is somebody else's business (engine.experts), which also runs them as they arrive.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from .errors import NumericsError
@@ -10,12 +12,40 @@ from .kernels import check, ffi, lib
 from .layers import Buffer, Layers, Linear, nonfinite_message
 
 
-class Router:
-    """Scores of one family: which rule turns logits into experts and weights (see moe_router_rule)."""
+@dataclass(frozen=True)
+class Groups:
+    """Neighbouring experts in `num_groups` groups, of which the top_groups best are eligible; score: how a group is
+    judged, lib.MOE_GROUP_MAX or lib.MOE_GROUP_TOP2_SUM."""
 
-    def __init__(self, score: int, norm_topk_prob: bool, scale: float = 1.0):
-        self.rule = ffi.new("struct moe_router_rule *")
-        self.rule.score, self.rule.norm_topk_prob, self.rule.scale = score, norm_topk_prob, scale
+    num_groups: int
+    top_groups: int
+    score: int
+
+
+class Router:
+    """Scores of one family: which rule turns logits into experts and weights (see moe_router_rule).
+
+    correction: a Vector [E] that takes part in the selection, not in the weights; norm_epsilon: added to the sum that
+    norm_topk_prob divides by.
+    """
+
+    def __init__(
+        self,
+        score: int,
+        norm_topk_prob: bool,
+        scale: float = 1.0,
+        *,
+        correction=None,
+        groups: Groups | None = None,
+        norm_epsilon: float = 0.0,
+    ):
+        self.rule = rule = ffi.new("struct moe_router_rule *")
+        rule.score, rule.norm_topk_prob, rule.scale, rule.norm_epsilon = score, norm_topk_prob, scale, norm_epsilon
+        self._correction = correction  # keeps the memory alive
+        if correction is not None:
+            rule.correction = correction.ptr
+        if groups is not None:
+            rule.num_groups, rule.top_groups, rule.group_score = groups.num_groups, groups.top_groups, groups.score
 
 
 class MoeBuffers:

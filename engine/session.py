@@ -44,8 +44,7 @@ class Session:
 
     def restore(self, ids: np.ndarray) -> None:
         """Say that the cache now holds these tokens (its regions were filled from elsewhere)."""
-        self.kv.truncate(0)
-        self.kv.extend(0, len(ids))
+        self.kv.restore(len(ids))
         self._sequence, self.length = np.ascontiguousarray(ids, np.int32), len(ids)
 
     def clear(self) -> None:

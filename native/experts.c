@@ -14,7 +14,7 @@ struct route_job {
     int32_t *ids;
     float *weights;
     const float *logits;
-    float *scores; /* [threads, E] */
+    float *scores; /* [threads, 3, E]: scores, what is selected by, groups */
     int num_tokens, num_experts, top, tokens_per_task;
     atomic_int bad;
 };
@@ -32,31 +32,76 @@ static void take_top(int32_t *ids, float *values, float *scores, int n, int top)
     }
 }
 
+static float group_score(const float *x, int n, int kind) {
+    float first = -__builtin_inff(), second = first;
+    for (int i = 0; i < n; i++) {
+        if (x[i] > first) { second = first; first = x[i]; }
+        else if (x[i] > second) second = x[i];
+    }
+    return kind == MOE_GROUP_MAX ? first : first + second;
+}
+
+/* -inf for the experts of all groups but the best */
+static void mask_groups(const struct moe_router_rule *rule, float *choice, int num_experts, float *groups) {
+    const int n = rule->num_groups, size = num_experts / n;
+    for (int g = 0; g < n; g++) groups[g] = group_score(choice + g * size, size, rule->group_score);
+    for (int rank = 0; rank < rule->top_groups; rank++) { /* taken groups become NaN, which is never the largest */
+        int best = -1;
+        for (int g = 0; g < n; g++)
+            if (groups[g] == groups[g] && (best < 0 || groups[g] > groups[best])) best = g;
+        groups[best] = __builtin_nanf("");
+    }
+    for (int g = 0; g < n; g++)
+        for (int e = g * size; groups[g] == groups[g] && e < (g + 1) * size; e++) choice[e] = -__builtin_inff();
+}
+
+static void score_token(const struct route_job *j, float *scores, const float *logits) {
+    const int n = j->num_experts;
+    if (j->rule->score == MOE_SOFTMAX_THEN_TOPK) j->vec->softmax(scores, logits, n);
+    else if (j->rule->score == MOE_SIGMOID_THEN_TOPK) j->vec->sigmoid(scores, logits, n);
+    else for (int e = 0; e < n; e++) scores[e] = logits[e];
+}
+
 static void route_token(struct route_job *j, int64_t t, float *scores) {
-    const float *logits = j->logits + t * j->num_experts;
-    float *weights = j->weights + t * j->top;
-    int softmax_first = j->rule->score == MOE_SOFTMAX_THEN_TOPK;
-    if (!j->vec->all_finite(logits, j->num_experts)) {
+    const struct moe_router_rule *rule = j->rule;
+    const int n = j->num_experts;
+    const float *logits = j->logits + t * n;
+    float *weights = j->weights + t * j->top, *choice = scores + n;
+    int32_t *ids = j->ids + t * j->top;
+    if (!j->vec->all_finite(logits, n)) {
         atomic_store_explicit(&j->bad, 1, memory_order_relaxed);
         return;
     }
-    if (softmax_first) j->vec->softmax(scores, logits, j->num_experts);
-    else for (int e = 0; e < j->num_experts; e++) scores[e] = logits[e];
-    take_top(j->ids + t * j->top, weights, scores, j->num_experts, j->top);
-    if (!softmax_first) j->vec->softmax(weights, weights, j->top);
-    if (j->rule->norm_topk_prob) {
+    score_token(j, scores, logits);
+    for (int e = 0; e < n; e++) choice[e] = rule->correction ? scores[e] + rule->correction[e] : scores[e];
+    if (rule->num_groups) mask_groups(rule, choice, n, choice + n);
+    take_top(ids, weights, choice, n, j->top);
+    for (int rank = 0; rule->correction && rank < j->top; rank++) weights[rank] = scores[ids[rank]];
+    if (rule->score == MOE_TOPK_THEN_SOFTMAX) j->vec->softmax(weights, weights, j->top);
+    if (rule->norm_topk_prob) {
         float sum = weights[0];
         for (int rank = 1; rank < j->top; rank++) sum += weights[rank];
+        sum += rule->norm_epsilon;
         for (int rank = 0; rank < j->top; rank++) weights[rank] /= sum;
     }
-    for (int rank = 0; rank < j->top; rank++) weights[rank] *= j->rule->scale;
+    for (int rank = 0; rank < j->top; rank++) weights[rank] *= rule->scale;
 }
 
 static void route_task(void *arg, int task, int worker) {
     struct route_job *j = arg;
     int first = task * j->tokens_per_task, last = first + j->tokens_per_task;
-    float *scores = j->scores + (size_t)worker * (size_t)j->num_experts;
+    float *scores = j->scores + (size_t)worker * 3 * (size_t)j->num_experts;
     for (int t = first; t < last && t < j->num_tokens; t++) route_token(j, t, scores);
+}
+
+static int rule_ok(const struct moe_ctx *ctx, const struct moe_router_rule *rule, int num_experts, int top) {
+    if (rule->score < MOE_SOFTMAX_THEN_TOPK || rule->score > MOE_SIGMOID_THEN_TOPK || !(rule->norm_epsilon >= 0)) return 0;
+    if (rule->correction && !ctx->vec->all_finite(rule->correction, num_experts)) return 0;
+    const int n = rule->num_groups;
+    if (!n) return 1;
+    if (n < 0 || num_experts % n || rule->top_groups < 1 || rule->top_groups > n) return 0;
+    if (rule->group_score != MOE_GROUP_MAX && rule->group_score != MOE_GROUP_TOP2_SUM) return 0;
+    return top <= num_experts / n * rule->top_groups && (rule->group_score == MOE_GROUP_MAX || num_experts / n >= 2);
 }
 
 int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *logits, int num_tokens, int num_experts,
@@ -64,9 +109,9 @@ int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *lo
     enum { TASK_SCORES = 2048 };
     if (!ctx || !ids || !weights || !logits || !rule || num_tokens < 0 || num_experts < 1) return MOE_BAD_ARGUMENT;
     if (num_experts_per_tok < 1 || num_experts_per_tok > num_experts) return MOE_BAD_ARGUMENT;
-    if (rule->score != MOE_SOFTMAX_THEN_TOPK && rule->score != MOE_TOPK_THEN_SOFTMAX) return MOE_BAD_ARGUMENT;
+    if (!rule_ok(ctx, rule, num_experts, num_experts_per_tok)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
-    float *scores = moe_scratch(ctx, (size_t)ctx->num_threads * (size_t)num_experts * sizeof *scores);
+    float *scores = moe_scratch(ctx, (size_t)ctx->num_threads * 3 * (size_t)num_experts * sizeof *scores);
     if (!scores) return moe_leave(ctx, saved, MOE_NO_MEMORY);
     struct route_job job = {ctx->vec, rule, ids, weights, logits, scores, num_tokens, num_experts, num_experts_per_tok,
                             TASK_SCORES / num_experts + 1, 0};
@@ -178,6 +223,12 @@ static void quantize_hidden(const struct experts_job *j, const struct unit *u) {
                             down->cols, down->layout->activation);
 }
 
+static void activate_rows(const struct moe_vector_ops *vec, const struct moe_expert *e, float *gate, const float *up,
+                          int64_t n) {
+    if (e->activation == MOE_SWIGLU_CLAMPED) vec->swiglu_clamped(gate, gate, up, n, e->limit);
+    else vec->swiglu(gate, gate, up, n);
+}
+
 /* hidden[row0 .. row1) of all tokens of the unit. */
 static void gate_up_rows(const struct experts_job *j, const struct unit *u, int worker, int row0, int row1) {
     const struct moe_matrix *gate = &u->expert->gate, *up = &u->expert->up;
@@ -201,7 +252,7 @@ static void gate_up_rows(const struct experts_job *j, const struct unit *u, int 
         multiply_rows(j, up, &up_span, up_runs, v, xu, n);
         for (int t = 0; t < n; t++)
             for (int64_t k = 0, row = runs.first; k < runs.count; k++, row += runs.stride)
-                j->vec->swiglu(g[t] + row, g[t] + row, v[t] + row, runs.len);
+                activate_rows(j->vec, u->expert, g[t] + row, v[t] + row, runs.len);
     }
 }
 
@@ -275,6 +326,7 @@ static void run_window(struct experts_job *j) {
 
 static int expert_ok(const struct moe_expert *e, int hidden_size) {
     if (!e || !moe_matrix_ok(&e->gate) || !moe_matrix_ok(&e->up) || !moe_matrix_ok(&e->down)) return 0;
+    if (e->activation != MOE_SWIGLU && (e->activation != MOE_SWIGLU_CLAMPED || !(e->limit > 0))) return 0;
     int a = e->gate.layout->strip_rows, b = e->up.layout->strip_rows;
     if (e->gate.layout->scattered != e->up.layout->scattered || (e->gate.layout->scattered && a != b)) return 0;
     return e->gate.cols == hidden_size && e->up.cols == hidden_size && e->down.rows == hidden_size &&

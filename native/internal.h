@@ -44,6 +44,8 @@ struct moe_vector_ops {
     void (*softmax)(float *y, const float *x, int n);            /* max, exp, 16-lane sum, divide */
     double (*logsumexp)(const float *x, int n);
     void (*swiglu)(float *y, const float *gate, const float *up, int64_t n);
+    void (*swiglu_clamped)(float *y, const float *gate, const float *up, int64_t n, float limit);
+    void (*sigmoid)(float *y, const float *x, int64_t n);
     void (*rope)(float *x, const float *cosines, const float *sines, int head_dim, int rotary_dim, int interleaved); /* one head */
     void (*add)(float *y, const float *x, int64_t n);            /* y += x */
     void (*scale)(float *y, const float *x, float s, int64_t n); /* y = s * x */
@@ -55,16 +57,22 @@ struct moe_vector_ops {
     void (*bf16_to_f32)(float *y, const uint16_t *x, int64_t n);
     void (*f32_to_bf16)(uint16_t *y, const float *x, int64_t n);
 };
+/* Rows of a chunk of keys and values: D and V are multiples of 8. */
+struct moe_kv_rows {
+    const void *k, *v;             /* key j at j * head_dim, value j at j * value_stride elements */
+    int head_dim, value_dim;       /* D, V */
+    int value_stride;              /* V, or D where a value is the first V numbers of its key */
+    int is_f32;                    /* 0: float16, 1: float32 */
+};
 /* Attention over one chunk of positions (native/ops/attention_chunk.c). */
 struct moe_attention_ops {
     const char *tier;
-    /* One query head [D] against n <= MOE_ATTENTION_CHUNK keys and values (rows of D, f16 or f32):
+    /* One query head [D] against the first n <= MOE_ATTENTION_CHUNK rows:
      * *max_out = max_j s_j, s_j = scale * (q . k_j); *sum_out = 16-lane sum of exp(s_j - max);
-     * out[d] = sum_j exp(s_j - max) * v_j[d], j ascending, FMA. */
-    void (*chunk)(float *out, float *max_out, float *sum_out, const float *q, const void *k, const void *v, int n, int head_dim,
-                  int is_f32, float scale);
-    /* Merge a chunk into the running (out, max, sum): rescale both to the larger max with exp, FMA. */
-    void (*merge)(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum, int head_dim);
+     * out[d] = sum_j exp(s_j - max) * v_j[d], d < V, j ascending, FMA. */
+    void (*chunk)(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n, float scale);
+    /* Merge a chunk into the running (out [V], max, sum): rescale both to the larger max with exp, FMA. */
+    void (*merge)(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum, int value_dim);
 };
 
 struct moe_pool;

@@ -10,7 +10,7 @@ enum { TASK_ELEMENTS = 8192, MAX_TASKS = 4096 }; /* below that many elements a t
 struct row_job {
     const struct moe_vector_ops *vec;
     void (*run)(const struct row_job *job, int64_t first, int64_t last);
-    int64_t rows, rows_per_task;
+    int64_t rows, rows_per_task, stride; /* stride: of rmsnorm_part */
     int width;
     float *y;
     const float *x, *other;
@@ -49,6 +49,20 @@ int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weig
     return moe_leave(ctx, saved, MOE_OK);
 }
 
+static void rmsnorm_part_rows(const struct row_job *j, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++)
+        j->vec->rmsnorm(j->y + r * j->stride, j->y + r * j->stride, j->other, j->width, j->number);
+}
+int moe_rmsnorm_part(struct moe_ctx *ctx, float *x, const float *weight, int64_t num_rows, int width, int64_t stride,
+                     float eps) {
+    if (!ctx || !x || !weight || num_rows < 0 || width < 1 || stride < width) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct row_job job = {.run = rmsnorm_part_rows, .rows = num_rows, .width = width, .stride = stride, .y = x,
+                          .other = weight, .number = eps};
+    run_rows(ctx, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+
 static void softmax_rows(const struct row_job *j, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r++) j->vec->softmax(j->y + r * j->width, j->x + r * j->width, j->width);
 }
@@ -79,6 +93,29 @@ int moe_swiglu(struct moe_ctx *ctx, float *y, const float *gate, const float *up
     if (!ctx || !y || !gate || !up || n < 0) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
     struct row_job job = {.run = swiglu_rows, .rows = n, .width = 1, .y = y, .x = gate, .other = up};
+    run_rows(ctx, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+
+static void swiglu_clamped_rows(const struct row_job *j, int64_t first, int64_t last) {
+    j->vec->swiglu_clamped(j->y + first, j->x + first, j->other + first, last - first, j->number);
+}
+int moe_swiglu_clamped(struct moe_ctx *ctx, float *y, const float *gate, const float *up, int64_t n, float limit) {
+    if (!ctx || !y || !gate || !up || n < 0 || !(limit > 0)) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct row_job job = {.run = swiglu_clamped_rows, .rows = n, .width = 1, .y = y, .x = gate, .other = up,
+                          .number = limit};
+    run_rows(ctx, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+
+static void sigmoid_rows(const struct row_job *j, int64_t first, int64_t last) {
+    j->vec->sigmoid(j->y + first, j->x + first, last - first);
+}
+int moe_sigmoid(struct moe_ctx *ctx, float *y, const float *x, int64_t n) {
+    if (!ctx || !y || !x || n < 0) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct row_job job = {.run = sigmoid_rows, .rows = n, .width = 1, .y = y, .x = x};
     run_rows(ctx, &job);
     return moe_leave(ctx, saved, MOE_OK);
 }

@@ -35,30 +35,44 @@ struct moe_matrix {
                                        * right before use, once for all tokens of a task. Same bits. */
 };
 
+enum moe_expert_activation {
+    MOE_SWIGLU = 0,        /* silu(gate) * up */
+    MOE_SWIGLU_CLAMPED = 1 /* gate clamped above, up both ways at limit: gate * sigmoid(1.702 gate) * (up + 1) */
+};
 struct moe_expert {
     struct moe_matrix gate; /* [I, H] */
     struct moe_matrix up;   /* [I, H] */
     struct moe_matrix down; /* [H, I] */
+    int activation;         /* enum moe_expert_activation */
+    float limit;            /* of MOE_SWIGLU_CLAMPED, above 0 */
 };
 
 /* Keys and values of one layer. Position p lives in slot p % capacity of every head. */
 struct moe_kv {
     void *k;       /* [K, capacity, D] */
-    void *v;       /* [K, capacity, D] */
+    void *v;       /* [K, capacity, V]; NULL: a value is the first V numbers of its key (latent attention) */
     int num_heads; /* K */
     int head_dim;  /* D */
+    int value_dim; /* V */
     int capacity;
     int is_f32;    /* 0: float16, 1: float32 */
 };
 
 enum moe_router_score {
     MOE_SOFTMAX_THEN_TOPK = 0, /* softmax over all experts, then the top k of it */
-    MOE_TOPK_THEN_SOFTMAX = 1  /* top k of the logits, then softmax over those */
+    MOE_TOPK_THEN_SOFTMAX = 1, /* top k of the logits, then softmax over those */
+    MOE_SIGMOID_THEN_TOPK = 2  /* sigmoid of every logit, then the top k of it */
 };
+enum moe_group_score { MOE_GROUP_MAX = 0, MOE_GROUP_TOP2_SUM = 1 };
 struct moe_router_rule {
-    int score;          /* enum moe_router_score */
-    int norm_topk_prob; /* 1: kept probabilities are divided by their sum */
-    float scale;        /* routed scaling factor, 1 where the family has none */
+    int score;               /* enum moe_router_score */
+    int norm_topk_prob;      /* 1: kept scores are divided by their sum + norm_epsilon */
+    float scale;             /* routed scaling factor, 1 where the family has none */
+    float norm_epsilon;
+    const float *correction; /* NULL, or [E]: added to the scores for the selection, not to the weights */
+    int num_groups;          /* 0: no groups; otherwise E / num_groups neighbours form one, and only the experts of */
+    int top_groups;          /* the top_groups best groups can be selected */
+    int group_score;         /* enum moe_group_score, of scores + correction */
 };
 
 struct moe_sampling {
@@ -115,9 +129,13 @@ int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const i
 /* ---- other layers (layers.c, attention.c, rope.c) ---- */
 /* y[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, for num_rows rows of `width`; y may be x. */
 int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weight, int64_t num_rows, int width, float eps);
+/* The same in place for the first `width` numbers of rows that are `stride` apart. */
+int moe_rmsnorm_part(struct moe_ctx *ctx, float *x, const float *weight, int64_t num_rows, int width, int64_t stride, float eps);
 int moe_clip(struct moe_ctx *ctx, float *x, int64_t n, float limit); /* clamp to [-limit, limit] */
 int moe_softmax(struct moe_ctx *ctx, float *y, const float *x, int64_t num_rows, int width);
 int moe_swiglu(struct moe_ctx *ctx, float *y, const float *gate, const float *up, int64_t n); /* silu(gate) * up */
+int moe_swiglu_clamped(struct moe_ctx *ctx, float *y, const float *gate, const float *up, int64_t n, float limit);
+int moe_sigmoid(struct moe_ctx *ctx, float *y, const float *x, int64_t n); /* y may be x */
 /* inv_freq[i] = theta^(-2i/rotary_dim) rounded to float32, i < rotary_dim/2. */
 int moe_rope_inv_freq(float *inv_freq, double theta, int rotary_dim);
 /* cos, sin [num_positions, half]: of the float32 product position * inv_freq, times scale. */
@@ -126,12 +144,19 @@ int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half
  * 1: pairs (2j, 2j + 1). Dimensions past rotary_dim stay. */
 int moe_rope(struct moe_ctx *ctx, float *x, int num_tokens, int num_heads, int head_dim, int rotary_dim, const float *cosines,
              const float *sines, int first_position, int interleaved);
-/* k, v [T, K, D] into the slots of positions first_position ... */
+/* k [T, K, D], v [T, K, V] into the slots of positions first_position ...; v is not looked at where kv has no values. */
 int moe_kv_store(struct moe_ctx *ctx, struct moe_kv *kv, const float *k, const float *v, int first_position, int num_tokens);
-/* out, q [T, N, D]; token t at position first_position + t sees positions max(0, p - window + 1) .. p (window 0: all).
+/* q [T, N, D], out [T, N, V]; token t at position first_position + t sees positions max(0, p - window + 1) .. p (window 0: all).
  * sinks: NULL or [N] logits that take part in the softmax without a value. */
 int moe_attention(struct moe_ctx *ctx, float *out, const float *q, const struct moe_kv *kv, int num_tokens, int num_heads,
                   int first_position, float scale, int window, const float *sinks);
+
+/* ---- latent attention (latent.c) ---- */
+/* One matrix per head: w [N * rows, cols] holds them one after the other, rows = w->rows / num_heads. For every token and
+ * head y[t][n] [rows] = W_n x[t][n][0 .. cols), then y[t][n][rows ..) = the `tail` numbers of x[t][n] behind the first cols.
+ * x [T, N, cols + more], y [T, N, rows + tail]; x_width is the length of a head's row in x. */
+int moe_linear_heads(struct moe_ctx *ctx, const struct moe_matrix *w, float *y, const float *x, int num_tokens, int num_heads,
+                     int x_width, int tail);
 
 /* ---- mixture of experts (experts.c) ---- */
 /* logits [T, E] -> ids, weights [T, A] in rank order; ties go to the lowest id. */
@@ -141,7 +166,7 @@ int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *lo
  * Returns the number of distinct experts or a status. Arrays hold min(E, T*A), that + 1, T*A entries. */
 int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int num_tokens,
                    int num_experts_per_tok, int num_experts);
-/* out[a] [H] = down(silu(gate x_t) * (up x_t)) for every assignment a of the listed experts; t = a / A; table is
+/* out[a] [H] = down(activation(gate x_t, up x_t)) for every assignment a of the listed experts; t = a / A; table is
  * indexed by expert id. Other rows of out [T*A, H] stay untouched, so experts can be run as they arrive. */
 int moe_experts(struct moe_ctx *ctx, float *out, const struct moe_expert *const *table, const int32_t *expert_ids,
                 const int32_t *offsets, const int32_t *assignments, int num_experts, const float *x, int num_tokens,

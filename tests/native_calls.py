@@ -52,6 +52,25 @@ def swiglu(ctx, gate, up):
     return y
 
 
+def swiglu_clamped(ctx, gate, up, limit):
+    y = poisoned(*gate.shape)
+    assert lib.moe_swiglu_clamped(ctx, pointer(y), pointer(gate), pointer(up), gate.size, limit) == 0
+    return y
+
+
+def sigmoid(ctx, x):
+    y = poisoned(*x.shape)
+    assert lib.moe_sigmoid(ctx, pointer(y), pointer(x), x.size) == 0
+    return y
+
+
+def linear_heads(ctx, matrix, x, num_heads, tail=0):
+    """[T, N, rows + tail] of x [T, N, width]."""
+    out = poisoned(x.shape[0], num_heads, matrix.rows // num_heads + tail)
+    args = (matrix.cdata, pointer(out), pointer(x), x.shape[0], num_heads, x.shape[2], tail)
+    return lib.moe_linear_heads(ctx, *args), out
+
+
 def token_logprobs(ctx, logits, targets):
     out = poisoned(len(targets), dtype=np.float64)
     targets = np.asarray(targets, np.int32)
@@ -126,21 +145,24 @@ def linear(ctx, matrices, x, add_to=None):
 class Experts:
     """A table of experts, each a (gate, up, down) triple of Matrix."""
 
-    def __init__(self, triples):
+    def __init__(self, triples, activation=lib.MOE_SWIGLU, limit=0.0):
         self.triples = triples
         self.cdata = []
         for gate, up, down in triples:
             expert = ffi.new("struct moe_expert *")
             expert.gate, expert.up, expert.down = gate.cdata[0], up.cdata[0], down.cdata[0]
+            expert.activation, expert.limit = activation, limit
             self.cdata.append(expert)
         self.table = ffi.new("const struct moe_expert *[]", self.cdata)
 
 
-def route(ctx, logits, top, score=lib.MOE_SOFTMAX_THEN_TOPK, norm=0, scale=1.0):
-    """(status, ids [T, A], weights [T, A])"""
+def route(ctx, logits, top, score=lib.MOE_SOFTMAX_THEN_TOPK, norm=0, scale=1.0, correction=None, **rest):
+    """(status, ids [T, A], weights [T, A]); rest: further fields of the rule."""
     num_tokens, num_experts = logits.shape
     ids, weights = np.full((num_tokens, top), -1, np.int32), poisoned(num_tokens, top)
-    rule = ffi.new("struct moe_router_rule *", {"score": score, "norm_topk_prob": norm, "scale": scale})
+    rule = ffi.new("struct moe_router_rule *", {"score": score, "norm_topk_prob": norm, "scale": scale, **rest})
+    if correction is not None:
+        rule.correction = pointer(correction)
     status = lib.moe_route(
         ctx, pointer(ids, "int32_t *"), pointer(weights), pointer(logits), num_tokens, num_experts, top, rule
     )

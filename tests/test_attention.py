@@ -19,23 +19,27 @@ GUARD_VALUE = np.float32(-12345.0)
 class Cache:
     """A moe_kv whose slots are NaN until stored. capacity in slots, a multiple of 64."""
 
-    def __init__(self, num_heads, head_dim, capacity, f32):
-        dtype = np.float32 if f32 else np.float16
-        self.k, self.v = (np.full((num_heads, capacity, head_dim), np.nan, dtype) for _ in range(2))
+    def __init__(self, num_heads, head_dim, capacity, f32, value_dim=None, latent=False):
+        dtype, value_dim = np.float32 if f32 else np.float16, value_dim or head_dim
+        self.k, self.v = (np.full((num_heads, capacity, dim), np.nan, dtype) for dim in (head_dim, value_dim))
+        self.latent = latent
         self.cdata = ffi.new("struct moe_kv *")
-        self.cdata.k, self.cdata.v = address(self.k), address(self.v)
+        self.cdata.k, self.cdata.v = address(self.k), ffi.NULL if latent else address(self.v)
         self.cdata.num_heads, self.cdata.head_dim, self.cdata.capacity = num_heads, head_dim, capacity
-        self.cdata.is_f32 = f32
+        self.cdata.value_dim, self.cdata.is_f32 = value_dim, f32
 
     def store(self, context, k, v, first):
         k, v = np.ascontiguousarray(k, np.float32), np.ascontiguousarray(v, np.float32)
+        if self.latent:
+            return lib.moe_kv_store(context.handle, self.cdata, address(k, "float *"), ffi.NULL, first, len(k))
         return lib.moe_kv_store(context.handle, self.cdata, address(k, "float *"), address(v, "float *"), first, len(k))
 
 
 def attention(context, cache, q, first, scale, window=0, sinks=None):
     """(status, out [T, N, D]); checks the guards around out."""
     q = np.ascontiguousarray(q, np.float32)
-    raw = np.full(q.size + 2 * GUARD, GUARD_VALUE, np.float32)
+    shape = (*q.shape[:2], cache.cdata.value_dim)
+    raw = np.full(np.prod(shape) + 2 * GUARD, GUARD_VALUE, np.float32)
     raw[GUARD:-GUARD] = np.nan
     out = raw[GUARD:-GUARD]
     sink_pointer = ffi.NULL if sinks is None else address(sinks, "float *")
@@ -44,27 +48,32 @@ def attention(context, cache, q, first, scale, window=0, sinks=None):
         scale, window, sink_pointer,
     )  # fmt: skip
     assert (raw[:GUARD] == GUARD_VALUE).all() and (raw[-GUARD:] == GUARD_VALUE).all()
-    return status, out.reshape(q.shape)
+    return status, out.reshape(shape)
 
 
 class Case:
     """Random q, k, v for `length` positions; `skip` of them are stored before the first query."""
 
     def __init__(
-        self, heads=4, kv_heads=2, head_dim=64, length=150, f32=True, window=0, sinks=False, skip=0, spread=1.0
-    ):
+        self, heads=4, kv_heads=2, head_dim=64, length=150, f32=True, window=0, sinks=False, skip=0, spread=1.0,
+        value_dim=None, latent=False,
+    ):  # fmt: skip
         rng = np.random.default_rng([heads, kv_heads, head_dim, length])
         self.f32, self.window, self.skip, self.kv_heads, self.head_dim = f32, window, skip, kv_heads, head_dim
         self.q = (rng.standard_normal((length, heads, head_dim)) * spread).astype(np.float32)
         self.k = rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32)
-        self.v = rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32)
+        self.v = rng.standard_normal((length, kv_heads, value_dim or head_dim)).astype(np.float32)
+        self.value_dim, self.latent = value_dim, latent
+        if latent:
+            self.v = self.k[..., : value_dim or head_dim]
         self.sinks = rng.standard_normal(heads).astype(np.float32) * 3 if sinks else None
         self.scale = float(np.float32(head_dim**-0.5))
         self.length = length
 
     def run(self, context, splits=None, capacity=None):
         """out [length - skip, N, D] of calls of the given numbers of tokens."""
-        cache = Cache(self.kv_heads, self.head_dim, capacity or -(-self.length // 64) * 64, self.f32)
+        capacity = capacity or -(-self.length // 64) * 64
+        cache = Cache(self.kv_heads, self.head_dim, capacity, self.f32, self.value_dim, self.latent)
         for p in range(0, self.skip, 32):
             end = min(p + 32, self.skip)
             assert cache.store(context, self.k[p:end], self.v[p:end], p) == lib.MOE_OK
@@ -143,6 +152,19 @@ def test_score_ranges_agree_with_float64(context, spread):
     assert_close(case.run(context), case.reference(), MAX_ERROR + scores * 2.0**-23)
 
 
+@pytest.mark.parametrize("f32", [True, False], ids=["f32", "f16"])
+@pytest.mark.parametrize("head_dim, value_dim", [(576, 512), (40, 32), (24, 8), (64, 64)])
+def test_values_that_are_part_of_their_keys_agree_with_float64(context, head_dim, value_dim, f32):
+    case = Case(20, 1, head_dim, 140, f32, value_dim=value_dim, latent=True, window=100, sinks=True)
+    assert_close(case.run(context, [3, 1, 135, 1]), case.reference())
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(24, 40), (96, 64)])
+def test_values_of_another_width_agree_with_float64(context, head_dim, value_dim):
+    case = Case(head_dim=head_dim, value_dim=value_dim, f32=False)
+    assert_close(case.run(context), case.reference())
+
+
 def test_long_context_with_one_query_agrees_with_float64(context):
     for skip, tokens in ((4095, 1), (3000, 3)):
         case = Case(heads=2, kv_heads=1, length=skip + tokens, skip=skip, head_dim=64)
@@ -155,6 +177,8 @@ GRID = [
     {"head_dim": 16, "length": 130, "heads": 3, "kv_heads": 3, "f32": False},
     {"head_dim": 192, "length": 140, "heads": 8, "kv_heads": 1, "sinks": True},
     {"head_dim": 8, "length": 90, "heads": 5, "kv_heads": 1, "window": 3, "spread": 40.0},
+    {"head_dim": 72, "value_dim": 40, "length": 100, "f32": False},
+    {"head_dim": 104, "value_dim": 88, "latent": True, "length": 150, "heads": 34, "kv_heads": 1, "f32": False},
 ]
 IDS = [f"D{g['head_dim']}" for g in GRID]
 
@@ -184,6 +208,9 @@ def test_threads_give_the_same_bits(threads):
     one, many = Context(num_threads=1), Context(num_threads=threads)
     for options in GRID:
         case = Case(**options)
+        assert_same_bits(case.run(many), case.run(one))
+    for tokens in (1, 3):  # one key/value head, many query heads: the group is cut, at last the chunks too
+        case = Case(34, 1, 40, 1200, False, skip=1200 - tokens, value_dim=32, latent=True)
         assert_same_bits(case.run(many), case.run(one))
     # Few heads and many positions: chunks are spread over the threads.
     for tokens, window, f32 in ((1, 0, False), (1, 1000, True), (5, 0, False), (2, 900, True)):
@@ -230,10 +257,14 @@ def test_arguments_out_of_range_are_refused(context):
             setattr(cache.cdata, name, value)
         result = {attention(context, cache, q, 0, 1.0)[0], cache.store(context, q[:, :2], q[:, :2], 0)}
         cache.cdata.num_heads, cache.cdata.head_dim, cache.cdata.capacity, cache.cdata.is_f32 = 2, 16, 64, 1
+        cache.cdata.value_dim, cache.cdata.v = 16, address(cache.v)
         return result
 
     assert statuses() == {lib.MOE_OK}
-    for changes in ({"capacity": 63}, {"capacity": 0}, {"head_dim": 12}, {"num_heads": 0}, {"is_f32": 2}):
+    for changes in (
+        {"capacity": 63}, {"capacity": 0}, {"head_dim": 12}, {"num_heads": 0}, {"is_f32": 2}, {"value_dim": 0},
+        {"value_dim": 12}, {"v": ffi.NULL, "value_dim": 24},
+    ):  # fmt: skip
         assert statuses(**changes) == {lib.MOE_BAD_ARGUMENT}, changes
     assert attention(context, cache, q[:, :3], 0, 1.0)[0] == lib.MOE_BAD_ARGUMENT
     assert attention(context, cache, q, -1, 1.0)[0] == lib.MOE_BAD_ARGUMENT

@@ -239,7 +239,7 @@ def test_non_finite_logits_are_reported(bad):
 def test_route_refuses_bad_arguments():
     logits = normal(28, 2, 4)
     assert route(context(), logits, 5)[0] == lib.MOE_BAD_ARGUMENT
-    assert route(context(), logits, 2, score=2)[0] == lib.MOE_BAD_ARGUMENT
+    assert route(context(), logits, 2, score=3)[0] == lib.MOE_BAD_ARGUMENT
 
 
 def test_plan_is_a_stable_grouping():

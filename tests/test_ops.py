@@ -32,7 +32,8 @@ from native_calls import (
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = [1, 3, 15, 16, 17, 31, 64, 100, 257, 2048]
-OPS = ["quantize_q8", "rmsnorm", "clip", "softmax", "logsumexp", "swiglu", "rope", "add", "scale", "fma"]
+OPS = ["quantize_q8", "rmsnorm", "clip", "softmax", "logsumexp", "swiglu", "swiglu_clamped", "sigmoid"]
+OPS += ["rope", "add", "scale", "fma"]
 OPS += ["all_finite", "exp", "f16_to_f32", "f32_to_f16", "bf16_to_f32", "f32_to_bf16"]  # order of moe_vector_ops
 PINNED = [
     "08d8ab7b",
@@ -144,6 +145,33 @@ def test_swiglu_matches_float64_and_survives_large_gates():
     y = swiglu(context(), edge, np.ones_like(edge))
     np.testing.assert_array_equal(y[2:], edge[2:])
     assert abs(y[1]) < 1e-35
+
+
+def test_clamped_swiglu_matches_float64_on_both_sides_of_the_limit():
+    rng = np.random.default_rng(3)
+    gate, up, limit = sample(rng, 1003) * 9, sample(rng, 1003) * 9, 7.0
+    assert min((gate > limit).sum(), (gate < -limit).sum(), (up > limit).sum(), (up < -limit).sum()) > 20
+    wide = np.minimum(gate.astype(np.float64), limit)
+    want = wide / (1 + np.exp(np.minimum(-1.702 * wide, 700))) * (np.clip(up.astype(np.float64), -limit, limit) + 1)
+    y = poisoned(1003)
+    assert lib.moe_swiglu_clamped(context(), pointer(y), pointer(gate), pointer(up), 1003, limit) == 0
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-30)
+    assert lib.moe_swiglu_clamped(context(), pointer(y), pointer(gate), pointer(up), 1003, 0) == lib.MOE_BAD_ARGUMENT
+
+
+def test_sigmoid_matches_float64():
+    x = np.linspace(-80, 80, 1003).astype(np.float32)
+    y = poisoned(1003)
+    assert lib.moe_sigmoid(context(), pointer(y), pointer(x), 1003) == 0
+    np.testing.assert_allclose(y, 1 / (1 + np.exp(-x.astype(np.float64))), rtol=1e-6)
+
+
+def test_rmsnorm_of_a_part_leaves_the_rest():
+    x = sample(np.random.default_rng(4), 30, 48)
+    y, weight = x.copy(), sample(np.random.default_rng(5), 40)
+    assert lib.moe_rmsnorm_part(context(None, 2), pointer(y), pointer(weight), 30, 40, 48, 1e-6) == 0
+    assert_same_bits(y[:, :40].copy(), rmsnorm(context(), x[:, :40].copy(), weight, 1e-6))
+    assert_same_bits(y[:, 40:].copy(), x[:, 40:].copy())
 
 
 @pytest.mark.parametrize("width", [1, 2, 16, 33, 50304])

@@ -11,7 +11,7 @@ import numpy as np
 from ..config import ConfigReader, rope_theta
 from ..errors import ConfigError
 from ..kernels import Context, lib
-from ..kv_cache import KVCache
+from ..kv_cache import KVCache, KVShape
 from ..layers import Buffer, Layers, Linear, RopeTable
 from ..moe import MoeBlock, MoeBuffers, Router
 from ._gguf import head_dim_from_gguf, rope_from_gguf
@@ -232,7 +232,8 @@ class Model:
 
     def new_kv(self, capacity: int, kind: str = "f16") -> KVCache:
         c = self.config
-        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, capacity, kind)
+        shape = KVShape(c.num_key_value_heads, c.head_dim)
+        return KVCache([shape] * c.num_hidden_layers, capacity, kind, self.max_tokens)
 
     def forward(self, ids: np.ndarray, kv: KVCache, position: int, logits: str = "last") -> np.ndarray | None:
         """Run tokens ids int32 [T], T <= max_tokens, at positions position .. position + T - 1.

@@ -7,6 +7,8 @@
  *   sum    = 16 lanes, e_j goes to lane j mod 16 in ascending j, then the fixed tree. j counts from the first row that
  *            is passed in, so a window that starts inside a chunk is defined by (position, window) alone.
  *   out[d] = fma(e_j, v_j[d], out[d]) over ascending j, from +0.
+ * Keys have D numbers and values V, both multiples of 8; a latent cache holds one row of D numbers per position, whose
+ * first V are the value.
  * A NaN score makes its own e_j NaN whatever max is, hence sum and out. A weight of 0 still multiplies its value, so a
  * NaN in a visible value is never hidden either.
  *
@@ -111,13 +113,13 @@ MOE_INLINE void dot_keys(float *s, const float *q, const void *k, size_t first, 
 }
 
 /* out[d .. d + 16 * groups) = sum_j e_j v_j; with `eight`, only the first eight of a single group. */
-MOE_INLINE void add_values(float *out, const float *e, const void *v, int n, int d, int groups, int head_dim, int is_f32, int eight) {
+MOE_INLINE void add_values(float *out, const float *e, const void *v, int n, int d, int groups, int stride, int is_f32, int eight) {
     v16 acc[GROUPS];
 #pragma GCC unroll 8
     for (int g = 0; g < groups; g++) acc[g] = v16_zero();
     for (int j = 0; j < n; j++) {
         const v16 w = v16_set1(e[j]);
-        const size_t row = (size_t)j * (size_t)head_dim + (size_t)d;
+        const size_t row = (size_t)j * (size_t)stride + (size_t)d;
 #pragma GCC unroll 8
         for (int g = 0; g < groups; g++) acc[g] = v16_fma(w, load_kv(v, row + (size_t)g * 16, is_f32, eight), acc[g]);
     }
@@ -126,8 +128,10 @@ MOE_INLINE void add_values(float *out, const float *e, const void *v, int n, int
     for (int g = 0; g < groups; g++) v16_store(out + d + g * 16, acc[g]);
 }
 
-MOE_INLINE void chunk_of(float *out, float *max_out, float *sum_out, const float *q, const void *k, const void *v, int n,
-                         int head_dim, int is_f32, float scale) {
+MOE_INLINE void chunk_of(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n,
+                         int is_f32, float scale) {
+    const void *k = rows->k, *v = rows->v;
+    const int head_dim = rows->head_dim, value_dim = rows->value_dim, stride = rows->value_stride;
     float s[MOE_ATTENTION_CHUNK] = {0};
     const int padded = (n + 15) & ~15;
     int j = 0, d = 0;
@@ -150,17 +154,16 @@ MOE_INLINE void chunk_of(float *out, float *max_out, float *sum_out, const float
     }
     *sum_out = v16_reduce_add(sum);
 
-    for (; d + 16 * GROUPS <= head_dim; d += 16 * GROUPS) add_values(out, s, v, n, d, GROUPS, head_dim, is_f32, 0);
-    if (GROUPS > 4 && d + 64 <= head_dim) { add_values(out, s, v, n, d, 4, head_dim, is_f32, 0); d += 64; }
-    if (d + 32 <= head_dim) { add_values(out, s, v, n, d, 2, head_dim, is_f32, 0); d += 32; }
-    if (d + 16 <= head_dim) { add_values(out, s, v, n, d, 1, head_dim, is_f32, 0); d += 16; }
-    if (d < head_dim) add_values(out, s, v, n, d, 1, head_dim, is_f32, 1);
+    for (; d + 16 * GROUPS <= value_dim; d += 16 * GROUPS) add_values(out, s, v, n, d, GROUPS, stride, is_f32, 0);
+    if (GROUPS > 4 && d + 64 <= value_dim) { add_values(out, s, v, n, d, 4, stride, is_f32, 0); d += 64; }
+    if (d + 32 <= value_dim) { add_values(out, s, v, n, d, 2, stride, is_f32, 0); d += 32; }
+    if (d + 16 <= value_dim) { add_values(out, s, v, n, d, 1, stride, is_f32, 0); d += 16; }
+    if (d < value_dim) add_values(out, s, v, n, d, 1, stride, is_f32, 1);
 }
 
-static void chunk(float *out, float *max_out, float *sum_out, const float *q, const void *k, const void *v, int n, int head_dim,
-                  int is_f32, float scale) {
-    if (is_f32) chunk_of(out, max_out, sum_out, q, k, v, n, head_dim, 1, scale);
-    else chunk_of(out, max_out, sum_out, q, k, v, n, head_dim, 0, scale);
+static void chunk(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n, float scale) {
+    if (rows->is_f32) chunk_of(out, max_out, sum_out, q, rows, n, 1, scale);
+    else chunk_of(out, max_out, sum_out, q, rows, n, 0, scale);
 }
 
 static float exp_one(float x) {
@@ -171,7 +174,7 @@ static float exp_one(float x) {
 
 /* max' = max(max, chunk_max), a = exp(max - max'), b = exp(chunk_max - max'):
  * sum' = fma(chunk_sum, b, sum * a), out' = fma(chunk_out, b, out * a). A NaN maximum stays. */
-static void merge(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum, int head_dim) {
+static void merge(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum, int value_dim) {
     const float old = *max_io;
     const float max = old != old ? old : chunk_max <= old ? old : chunk_max;
     const v16 a = v16_set1(exp_one(old - max)), b = v16_set1(exp_one(chunk_max - max));
@@ -180,9 +183,9 @@ static void merge(float *out, float *max_io, float *sum_io, const float *chunk_o
     *sum_io = sum[0];
     *max_io = max;
     int d = 0;
-    for (; d + 16 <= head_dim; d += 16)
+    for (; d + 16 <= value_dim; d += 16)
         v16_store(out + d, v16_fma(v16_load(chunk_out + d), b, v16_mul(v16_load(out + d), a)));
-    if (d < head_dim) v16_store_n(out + d, v16_fma(load8(chunk_out + d), b, v16_mul(load8(out + d), a)), 8);
+    if (d < value_dim) v16_store_n(out + d, v16_fma(load8(chunk_out + d), b, v16_mul(load8(out + d), a)), 8);
 }
 
 MOE_EXPORT_OPS(attention, .chunk = chunk, .merge = merge);

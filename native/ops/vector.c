@@ -153,6 +153,31 @@ static void swiglu(float *y, const float *gate, const float *up, int64_t n) {
     if (rest) v16_store_n(y + i, swiglu_16(v16_load_n(gate + i, rest), v16_load_n(up + i, rest)), rest);
 }
 
+/* g = min(gate, limit), u = up clamped to [-limit, limit]: g / (1 + exp(-(1.702 g))) * (u + 1) */
+MOE_INLINE v16 swiglu_clamped_16(v16 gate, v16 up, v16 limit) {
+    const v16 one = v16_set1(1.0f), g = v16_min(limit, gate), u = v16_max(v16_neg(limit), v16_min(limit, up));
+    const v16 sigmoid_part = v16_add(one, v16_exp(v16_neg(v16_mul(v16_set1(1.702f), g))));
+    return v16_mul(v16_div(g, sigmoid_part), v16_add(u, one));
+}
+static void swiglu_clamped(float *y, const float *gate, const float *up, int64_t n, float limit) {
+    const v16 l = v16_set1(limit);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) v16_store(y + i, swiglu_clamped_16(v16_load(gate + i), v16_load(up + i), l));
+    int rest = (int)(n - i);
+    if (rest) v16_store_n(y + i, swiglu_clamped_16(v16_load_n(gate + i, rest), v16_load_n(up + i, rest), l), rest);
+}
+
+/* 1 / (1 + exp(-x)) */
+MOE_INLINE v16 sigmoid_16(v16 x) {
+    const v16 one = v16_set1(1.0f);
+    return v16_div(one, v16_add(one, v16_exp(v16_neg(x))));
+}
+static void sigmoid(float *y, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) v16_store(y + i, sigmoid_16(v16_load(x + i)));
+    if (i < n) v16_store_n(y + i, sigmoid_16(v16_load_n(x + i, (int)(n - i))), (int)(n - i));
+}
+
 static void exp_row(float *y, const float *x, int64_t n) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) v16_store(y + i, v16_exp(v16_load(x + i)));
@@ -223,6 +248,7 @@ static void f32_to_bf16(uint16_t *y, const float *x, int64_t n) {
 }
 
 MOE_EXPORT_OPS(vector, .quantize_q8 = quantize_q8, .rmsnorm = rmsnorm, .clip = clip, .softmax = softmax,
-               .logsumexp = logsumexp, .swiglu = swiglu, .rope = rope, .add = add, .scale = scale, .fma = fma_row,
+               .logsumexp = logsumexp, .swiglu = swiglu, .swiglu_clamped = swiglu_clamped,
+               .sigmoid = sigmoid, .rope = rope, .add = add, .scale = scale, .fma = fma_row,
                .all_finite = all_finite, .exp = exp_row, .f16_to_f32 = f16_to_f32, .f32_to_f16 = f32_to_f16,
                .bf16_to_f32 = bf16_to_f32, .f32_to_bf16 = f32_to_bf16);

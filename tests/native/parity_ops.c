@@ -96,6 +96,8 @@ static void call_rmsnorm_in_place(const struct moe_vector_ops *v, float *y, int 
 static void call_clip(const struct moe_vector_ops *v, float *y, int n) { v->clip(y, n, 0.5f); }
 static void call_softmax(const struct moe_vector_ops *v, float *y, int n) { v->softmax(y, a_row, n); }
 static void call_swiglu(const struct moe_vector_ops *v, float *y, int n) { v->swiglu(y, a_row, b_row, n); }
+static void call_swiglu_clamped(const struct moe_vector_ops *v, float *y, int n) { v->swiglu_clamped(y, a_row, b_row, n, 7.0f); }
+static void call_sigmoid(const struct moe_vector_ops *v, float *y, int n) { v->sigmoid(y, a_row, n); }
 static void call_add(const struct moe_vector_ops *v, float *y, int n) { v->add(y, a_row, n); }
 static void call_scale(const struct moe_vector_ops *v, float *y, int n) { v->scale(y, a_row, 0.3333f, n); }
 static void call_fma(const struct moe_vector_ops *v, float *y, int n) { v->fma(y, a_row, -1.7f, n); }
@@ -104,6 +106,8 @@ static void op_rmsnorm(struct parity *p) { rows(p, call_rmsnorm, 0); rows(p, cal
 static void op_clip(struct parity *p) { rows(p, call_clip, 1); }
 static void op_softmax(struct parity *p) { rows(p, call_softmax, 0); }
 static void op_swiglu(struct parity *p) { rows(p, call_swiglu, 0); }
+static void op_swiglu_clamped(struct parity *p) { rows(p, call_swiglu_clamped, 0); }
+static void op_sigmoid(struct parity *p) { rows(p, call_sigmoid, 0); }
 static void op_add(struct parity *p) { rows(p, call_add, 1); }
 static void op_scale(struct parity *p) { rows(p, call_scale, 0); }
 static void op_fma(struct parity *p) { rows(p, call_fma, 1); }
@@ -242,18 +246,21 @@ static void fill_kv(struct parity *p, void *kv, int n, int is_f32, float size) {
     }
 }
 
-static void attention_case(struct parity *p, int head_dim, int n, int is_f32, float size) {
+/* latent: no values of their own, but the first head_dim - 8 numbers of each key. */
+static void attention_case(struct parity *p, int head_dim, int n, int is_f32, float size, int latent) {
+    const int value_dim = latent ? head_dim - 8 : head_dim;
     static _Alignas(64) float k[MOE_ATTENTION_CHUNK * 128], v[MOE_ATTENTION_CHUNK * 128];
     float want_stat[2], got_room[2 + 2 * PARITY_GUARD], *got_stat = got_room + PARITY_GUARD;
     parity_where(p, "head_dim", head_dim, "positions", n, is_f32 ? "f32, size" : "f16, size", (int)size);
+    const struct moe_kv_rows rows = {k, latent ? k : v, head_dim, value_dim, head_dim, is_f32};
     fill(p, a_row + 1, head_dim, UNIT);
     fill_kv(p, k, n * head_dim, is_f32, size);
     fill_kv(p, v, n * head_dim, is_f32, 1.0f);
-    parity_poison(GOT, (size_t)head_dim);
+    parity_poison(GOT, (size_t)value_dim);
     parity_poison(got_stat, 2);
-    p->attn_scalar->chunk(want_row, want_stat, want_stat + 1, a_row + 1, k, v, n, head_dim, is_f32, 0.125f);
-    p->attn->chunk(GOT, got_stat, got_stat + 1, a_row + 1, k, v, n, head_dim, is_f32, 0.125f);
-    parity_floats(p, GOT, want_row, (size_t)head_dim);
+    p->attn_scalar->chunk(want_row, want_stat, want_stat + 1, a_row + 1, &rows, n, 0.125f);
+    p->attn->chunk(GOT, got_stat, got_stat + 1, a_row + 1, &rows, n, 0.125f);
+    parity_floats(p, GOT, want_row, (size_t)value_dim);
     parity_floats(p, got_stat, want_stat, 2);
 }
 static void attention_chunk(struct parity *p) {
@@ -261,8 +268,8 @@ static void attention_chunk(struct parity *p) {
     for (int h = 0; h < LENGTH(head_dims); h++)
         for (int n = 1; n <= MOE_ATTENTION_CHUNK; n += HEAD_STEP)
             for (int is_f32 = 0; is_f32 < 2; is_f32++) {
-                attention_case(p, head_dims[h], n, is_f32, 1.0f);
-                if (n % 7 == 1) attention_case(p, head_dims[h], n, is_f32, 400.0f); /* far scores: exp underflows */
+                attention_case(p, head_dims[h], n, is_f32, 1.0f, n % 2);
+                if (n % 7 == 1) attention_case(p, head_dims[h], n, is_f32, 400.0f, 0); /* far scores: exp underflows */
             }
 }
 
@@ -297,6 +304,8 @@ static const struct check vector_checks[] = {
     {"softmax", op_softmax, offsetof(struct moe_vector_ops, softmax)},
     {"logsumexp", op_logsumexp, offsetof(struct moe_vector_ops, logsumexp)},
     {"swiglu", op_swiglu, offsetof(struct moe_vector_ops, swiglu)},
+    {"swiglu_clamped", op_swiglu_clamped, offsetof(struct moe_vector_ops, swiglu_clamped)},
+    {"sigmoid", op_sigmoid, offsetof(struct moe_vector_ops, sigmoid)},
     {"rope", op_rope, offsetof(struct moe_vector_ops, rope)},
     {"add", op_add, offsetof(struct moe_vector_ops, add)},
     {"scale", op_scale, offsetof(struct moe_vector_ops, scale)},

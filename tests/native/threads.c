@@ -109,7 +109,7 @@ static void experts(struct walk *w, const char *format) {
 
 static void attention(struct walk *w, int is_f32) {
     size_t kv_bytes = (size_t)K * CAPACITY * D * (is_f32 ? 4 : 2);
-    struct moe_kv kv = {.k = bytes(kv_bytes), .v = bytes(kv_bytes), .num_heads = K, .head_dim = D, .capacity = CAPACITY, .is_f32 = is_f32};
+    struct moe_kv kv = {.k = bytes(kv_bytes), .v = bytes(kv_bytes), .num_heads = K, .head_dim = D, .value_dim = D, .capacity = CAPACITY, .is_f32 = is_f32};
     float inv_freq[D / 2], sinks[N], *cosines = bytes(CAPACITY * D / 2 * 4), *sines = bytes(CAPACITY * D / 2 * 4);
     float *k = floats(w, CAPACITY * K * D, 1.0f), *v = floats(w, CAPACITY * K * D, 1.0f), *q = floats(w, T * N * D, 1.0f), *out = bytes(T * N * D * 4);
     for (int i = 0; i < N; i++) sinks[i] = unit(w);

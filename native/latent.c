@@ -1,0 +1,55 @@
+/* Products of latent attention: one small matrix per head, for the queries on their way into the latent space and the
+ * results on their way out. Keys and values stay compressed: native/attention.c attends to the cached latents. */
+#include "linear.h"
+
+struct heads_job {
+    struct moe_ctx *ctx;
+    const struct moe_matrix *w;
+    float *y;
+    const float *x;
+    char *act; /* [threads, MOE_MAX_TOKENS] activations */
+    size_t act_bytes;
+    int num_tokens, num_heads, rows, x_width, tail;
+};
+
+/* One head, all tokens: its matrix stays in cache. */
+static void head_task(void *arg, int head, int worker) {
+    const struct heads_job *j = arg;
+    const struct moe_layout *layout = j->w->layout;
+    const int cols = j->w->cols, strips = j->rows / layout->strip_rows;
+    const char *data = (const char *)j->w->data + (size_t)head * (size_t)strips * layout->strip_bytes(cols);
+    char *act = j->act + (size_t)worker * MOE_MAX_TOKENS * j->act_bytes;
+    for (int t0 = 0; t0 < j->num_tokens; t0 += MOE_MAX_TOKENS) {
+        const int n = j->num_tokens - t0 < MOE_MAX_TOKENS ? j->num_tokens - t0 : MOE_MAX_TOKENS;
+        float *y[MOE_MAX_TOKENS];
+        const void *x[MOE_MAX_TOKENS];
+        for (int t = 0; t < n; t++) {
+            const size_t row = (size_t)(t0 + t) * (size_t)j->num_heads + (size_t)head;
+            const float *from = j->x + row * (size_t)j->x_width;
+            y[t] = j->y + row * (size_t)(j->rows + j->tail);
+            x[t] = from;
+            if (layout->activation != MOE_ACT_F32) {
+                x[t] = act + (size_t)t * j->act_bytes;
+                j->ctx->vec->quantize_q8(act + (size_t)t * j->act_bytes, from, cols, layout->activation);
+            }
+            __builtin_memcpy(y[t] + j->rows, from + cols, (size_t)j->tail * sizeof(float));
+        }
+        layout->matmul(y, data, j->rows, cols, 0, strips, x, n);
+    }
+}
+
+int moe_linear_heads(struct moe_ctx *ctx, const struct moe_matrix *w, float *y, const float *x, int num_tokens, int num_heads,
+                     int x_width, int tail) {
+    if (!ctx || !y || !x || num_tokens < 0 || num_heads < 1 || tail < 0) return MOE_BAD_ARGUMENT;
+    if (!moe_matrix_ok(w) || w->bias || w->storage || w->layout->scattered || w->rows % num_heads) return MOE_BAD_ARGUMENT;
+    if (w->rows / num_heads % w->layout->strip_rows || x_width < 0 || (int64_t)w->cols + tail > x_width) return MOE_BAD_ARGUMENT;
+    struct heads_job job = {.ctx = ctx, .w = w, .y = y, .x = x, .num_tokens = num_tokens, .num_heads = num_heads,
+                            .rows = w->rows / num_heads, .x_width = x_width, .tail = tail};
+    const int form = w->layout->activation;
+    job.act_bytes = form == MOE_ACT_F32 ? 0 : moe_activation_bytes(form, w->cols);
+    uint32_t saved = moe_enter(ctx);
+    job.act = moe_scratch(ctx, (size_t)ctx->num_threads * MOE_MAX_TOKENS * job.act_bytes + 64);
+    if (!job.act) return moe_leave(ctx, saved, MOE_NO_MEMORY);
+    moe_parallel(ctx, num_heads, head_task, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
