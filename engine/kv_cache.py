@@ -35,9 +35,12 @@ class KVShape:
         """Width of a head's row in each array: keys, and values where they are stored."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim or self.head_dim)
 
+    def num_seen(self, length: int) -> int:
+        """Of the positions before `length`, how many the next query looks back at."""
+        return min(length, self.window - 1) if self.window else length
+
     def num_kept(self, length: int) -> int:
-        """Of the positions before `length`, how many a ring must still hold to go on from there: what the window looks
-        back at, from up to SLACK positions earlier."""
+        """How many must be there to go on from `length` or up to SLACK positions earlier."""
         return min(length, self.window - 1 + SLACK) if self.window else length
 
     def num_slots(self, capacity: int, max_tokens: int) -> int:
@@ -77,7 +80,8 @@ class KVCache:
         end = first_position + num_tokens
         if end > self.capacity:
             raise ConfigError(
-                f"KV cache: {end} positions needed, the context holds {self.capacity}; raise --ctx or shorten the prompt"
+                f"KV cache: {end} positions needed, the context holds {self.capacity}; "
+                "raise --ctx or shorten the prompt"
             )
         if self.truncate(first_position) < first_position:
             raise ConfigError(f"KV cache: positions before {first_position} were overwritten; start again at 0")
@@ -87,8 +91,8 @@ class KVCache:
     def truncate(self, length: int) -> int:
         """Keep the first `length` positions. Returns how many are left: those, or none where a ring has already
         overwritten what positions from there on would look back at (never when up to SLACK are taken back)."""
-        length = min(self.length, length)
-        needed = (length - shape.num_kept(length) for shape in self.shapes)
+        length = min(self.length, max(length, 0))
+        needed = (length - shape.num_seen(length) for shape in self.shapes)
         if length == 0 or any(n < oldest for n, oldest in zip(needed, self._oldest, strict=True)):
             length, self._oldest = 0, [0] * len(self.shapes)
         self.length = length
@@ -106,10 +110,13 @@ class KVCache:
     def regions(self, length: int) -> list[np.ndarray]:
         """The memory of positions 0 .. length - 1 as writable uint8 views, in an order that depends on the shape of
         the model alone: per layer the heads' keys, then the heads' values, each [length, D] without gaps. A ring gives
-        the last KVShape.num_kept positions, in two views where it wraps: the bytes in a row are those of any cache."""
+        the last KVShape.num_kept positions, in two views where it wraps: the bytes in a row are those of any cache.
+        Raises ConfigError when so many positions were taken back that those are not all there."""
         views = []
-        for shape, kv, arrays in zip(self.shapes, self.layers, self._arrays, strict=True):
+        for shape, kv, arrays, oldest in zip(self.shapes, self.layers, self._arrays, self._oldest, strict=True):
             first, slots = length - shape.num_kept(length), kv.capacity
+            if first < oldest <= length <= self.length:
+                raise ConfigError(f"KV cache: positions before {oldest} were overwritten; go on a little, then save")
             head = min(length - first, slots - first % slots)  # positions before the ring wraps
             parts = [(first % slots, head), (0, length - first - head)]
             for array, width in zip(arrays, shape.widths, strict=True):

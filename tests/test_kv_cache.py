@@ -62,9 +62,11 @@ def test_a_ring_says_when_it_cannot_go_back():
     for first in range(0, 400, BLOCK):
         attender.run(cache, first, BLOCK)
     slots = cache.layers[1].capacity
-    oldest = 400 - slots + WINDOW - 1 + SLACK  # its window begins SLACK behind the oldest position that is still there
+    oldest = 400 - slots + WINDOW - 1  # its window begins at the oldest position that is still there
     want = attender.run(whole(SHAPES, 400), 0, 400)
     assert cache.truncate(oldest) == oldest
+    with pytest.raises(ConfigError, match="go on a little"):
+        cache.regions(oldest)
     np.testing.assert_array_equal(attender.run(cache, oldest, 5), want[:, oldest : oldest + 5])
     assert cache.truncate(oldest - 1) == 0
     np.testing.assert_array_equal(attender.run(cache, 0, 9), want[:, :9])
@@ -74,7 +76,7 @@ def test_a_ring_says_when_it_cannot_go_back():
 @pytest.mark.parametrize("length", [5, 100, 128, 130, 200, 399])
 def test_regions_carry_a_ring_to_a_ring_of_another_size(length):
     attender = Attender(400)
-    source, target = KVCache(SHAPES, 1000, max_tokens=BLOCK), KVCache(SHAPES, 500, max_tokens=2 * BLOCK)
+    source, target = KVCache(SHAPES, 1000, max_tokens=BLOCK), KVCache(SHAPES, 500, max_tokens=4 * BLOCK)
     assert source.layers[1].capacity != target.layers[1].capacity
     want = attender.run(whole(SHAPES, 400), 0, 400)
     for first in range(0, length, BLOCK):
