@@ -18,12 +18,14 @@ class RuntimeConfig:
     isa: exact CPU tier; None = MILLSTREAM_ISA when set (for tests), else the best this CPU runs.
     ctx: positions kept in the KV cache; None = the model's max_position_embeddings.
     kv: element type of the KV cache, "f16" or "f32".
+    expert_layout: "fast" = experts re-coded to strips at load, "compact" = storage rows re-coded in every call, "auto".
     """
 
     threads: int | None = None
     isa: str | None = None
     ctx: int | None = None
     kv: str = "f16"
+    expert_layout: str = "auto"
 
     def __post_init__(self):
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
@@ -32,6 +34,8 @@ class RuntimeConfig:
             raise ConfigError(f"ctx: got {self.ctx}, expected at least 1")
         if self.kv not in ("f16", "f32"):
             raise ConfigError(f"kv: got {self.kv!r}, expected f16 or f32")
+        if self.expert_layout not in ("auto", "fast", "compact"):
+            raise ConfigError(f"expert_layout: got {self.expert_layout!r}, expected auto, fast or compact")
         if self.isa is None and os.environ.get(ISA_VARIABLE):
             object.__setattr__(self, "isa", os.environ[ISA_VARIABLE])
 

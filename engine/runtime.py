@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .config import RuntimeConfig
 from .errors import ConfigError
+from .experts.layout import choose_expert_layout, memory_for_experts
 from .generate import Generation
 from .kernels import Context
 from .kv_cache import KVCache
@@ -33,7 +34,9 @@ class Engine:
         model_module = family(self.files.architecture)
         self.max_context = self._context_length(options.ctx)
         self.context = Context(options.isa, options.threads)
-        loader = WeightLoader(self.files, self.context)
+        memory = memory_for_experts(self.files)
+        self.expert_layout = choose_expert_layout(options.expert_layout, self.files, self.context, memory)
+        loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
         max_tokens = min(PREFILL_TOKENS, self.max_context)
         self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
         self.tokenizer = Tokenizer.from_dir(
@@ -100,10 +103,13 @@ def load(
     isa: str | None = None,
     ctx: int | None = None,
     kv: str = "f16",
+    expert_layout: str = "auto",
 ) -> Engine:
     """Open a model directory; without a path, the small model that ships with the package.
 
     threads: None = one per usable physical CPU; isa: None = best tier of this CPU; ctx: positions, None = all the model
-    was made for; kv: "f16" or "f32". Raises an EngineError subclass that says what to do.
+    was made for; kv: "f16" or "f32"; expert_layout: "auto", "fast" or "compact" (half the
+    memory for 1- to 3-bit experts, slower). Raises an EngineError subclass that says what to do.
     """
-    return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(threads, isa, ctx, kv))
+    options = RuntimeConfig(threads, isa, ctx, kv, expert_layout)
+    return Engine(SHIPPED_MODEL if path is None else path, options)

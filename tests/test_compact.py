@@ -53,7 +53,7 @@ def rows_for(name, *counts):
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("tier", TIERS)
 def test_compact_gives_the_bits_of_strips(tier, name):
-    """Every format and tier; rows that end inside a strip and a span; 1..8 tokens, and more than a kernel call takes."""
+    """Every format and tier; rows that end inside a strip and a span; 1..8 tokens, and more than one call takes."""
     ctx = context(tier, 1 if tier == "scalar" else 2)
     for rows in rows_for(name, 1, 9, 39):
         fast, compact = pair(ctx, name, rows, COLS)

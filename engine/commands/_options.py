@@ -30,7 +30,7 @@ def isa_option(command):
 
 
 def runtime_options(command):
-    """--model, --threads, --isa, --kv."""
+    """--model, --threads, --isa, --kv, --expert-layout."""
     kv = click.option(
         "--kv",
         type=click.Choice(["f16", "f32"]),
@@ -38,7 +38,14 @@ def runtime_options(command):
         show_default=True,
         help="Element type of the KV cache.",
     )
-    return model_option(threads_option(isa_option(kv(command))))
+    layout = click.option(
+        "--expert-layout",
+        type=click.Choice(["auto", "fast", "compact"]),
+        default="auto",
+        show_default=True,
+        help="fast: re-code experts once; compact: in every call, less memory; auto: fast if it fits.",
+    )
+    return model_option(threads_option(isa_option(kv(layout(command)))))
 
 
 def format_notes(loaded) -> list[str]:
@@ -57,5 +64,6 @@ def describe(loaded) -> str:
     formats = ", ".join(dict.fromkeys(record.format for record in files.tensors.values() if len(record.shape) == 2))
     return (
         f"model: {files.path} ({files.architecture}; {formats}); tier {context.tier}, "
-        f"{context.num_threads} threads, context {loaded.max_context}, kv {loaded.options.kv}"
+        f"{context.num_threads} threads, context {loaded.max_context}, kv {loaded.options.kv}, "
+        f"experts {loaded.expert_layout.name} ({loaded.expert_layout.reason})"
     )

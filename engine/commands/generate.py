@@ -111,6 +111,8 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "threads": loaded.context.num_threads,
         "context": loaded.max_context,
         "kv": loaded.options.kv,
+        "expert_layout": loaded.expert_layout.name,
+        "expert_layout_reason": loaded.expert_layout.reason,
         "sampling": settings(generation.sampling),
         "sampling_sources": sources,
         "stats": {**dataclasses.asdict(stats), **rates},
@@ -182,7 +184,7 @@ def generate(click_context, prompt, prompt_file, max_tokens, stop, ignore_eos, a
     Sampler settings come from the model's generation_config.json unless an option sets them; those in use are printed
     on stderr. Ctrl-C ends the text cleanly with exit code 130.
     """
-    runtime = {name: options.pop(name) for name in ("model", "threads", "isa", "ctx", "kv")}
+    runtime = {name: options.pop(name) for name in ("model", "threads", "isa", "ctx", "kv", "expert_layout")}
     run = Run(read_prompt(prompt, prompt_file), as_json)
     try:
         run(runtime, options, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos)

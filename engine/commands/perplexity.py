@@ -43,6 +43,9 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
         "architecture": loaded.files.architecture,
         "isa": loaded.context.tier,
         "threads": loaded.context.num_threads,
+        "kv": loaded.options.kv,
+        "expert_layout": loaded.expert_layout.name,
+        "expert_layout_reason": loaded.expert_layout.reason,
         "seconds": seconds,
         "tokens_per_second": result.num_scored_tokens / seconds,
     }
@@ -57,7 +60,7 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
 @click.option("--score", type=click.Choice(["half", "all"]), default="half", show_default=True,
               help="half: the second half of each window, as llama-perplexity; all: every byte once.")  # fmt: skip
 @_options.json_option
-def perplexity(model, threads, isa, kv, text_file, ctx, stride, score, as_json):
+def perplexity(model, threads, isa, kv, expert_layout, text_file, ctx, stride, score, as_json):
     """Print the perplexity of a text, and the bits per byte of exactly the tokens that were scored."""
     import engine
 
@@ -67,7 +70,7 @@ def perplexity(model, threads, isa, kv, text_file, ctx, stride, score, as_json):
     text = decode_utf8(data, text_file)
     if not text:
         raise ConfigError(f"{text_file}: the text is empty")
-    loaded = engine.load(model, threads=threads, isa=isa, kv=kv)
+    loaded = engine.load(model, threads=threads, isa=isa, kv=kv, expert_layout=expert_layout)
     ctx = ctx or min(DEFAULT_CTX, loaded.max_context)
     if ctx > loaded.max_context:
         raise ConfigError(f"--ctx {ctx} exceeds the {loaded.max_context} positions this model was made for")

@@ -10,10 +10,10 @@ from .architectures import EXPERT_PARTS, expert_matrix_name
 
 
 class WeightLoader:
-    """files: what engine.weights.open_model returned."""
+    """files: what engine.weights.open_model returned. compact_experts: keep storage rows of experts as they are."""
 
-    def __init__(self, files, context: Context):
-        self.files, self.context = files, context
+    def __init__(self, files, context: Context, *, compact_experts: bool = False):
+        self.files, self.context, self.compact_experts = files, context, compact_experts
 
     def _record(self, name: str, shape: tuple[int, ...]):
         record = self.files.tensors.get(name)
@@ -31,13 +31,14 @@ class WeightLoader:
             raise WeightsError(f"{self.files.path}: tensor {name} is {record.format}, expected f32")
         return Vector(self.files.read(name).view(np.float32).copy())
 
-    def matrix(self, name: str, rows: int, cols: int, *, mapped: bool = False) -> Matrix:
+    def matrix(self, name: str, rows: int, cols: int, *, mapped: bool = False, compact: bool = False) -> Matrix:
         """Matrix [rows, cols]. mapped: use the file's pages when they hold the compute layout; otherwise the bytes are
-        copied or re-coded into memory of our own, where streaming other weights cannot evict them."""
+        copied or re-coded into memory of our own, where streaming other weights cannot evict them. compact: use the
+        file's pages where they hold storage rows."""
         record = self._record(name, (rows, cols))
         data = self.files.read(name)
         if record.layout is None:
-            return self.context.matrix(record.format, data, rows, cols)
+            return self.context.matrix(record.format, data, rows, cols, compact)
         if not mapped:
             own = aligned_empty(data.nbytes)
             own[:] = data
@@ -50,7 +51,7 @@ class WeightLoader:
         return ResidentExperts(
             [
                 tuple(
-                    self.matrix(expert_matrix_name(layer, e, part), *shape, mapped=True)
+                    self.matrix(expert_matrix_name(layer, e, part), *shape, mapped=True, compact=self.compact_experts)
                     for part, shape in zip(EXPERT_PARTS, shapes, strict=True)
                 )
                 for e in range(num_experts)

@@ -1,0 +1,66 @@
+"""Which form experts take in memory: strips made beforehand, or storage rows that every call re-codes (compact)."""
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..kernels import Context
+
+CHOICES = ("auto", "fast", "compact")
+ROLES = ("gate_up", "down")
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """What was chosen. name: "fast", "compact", or "stored" when the file holds all strips already. num_bytes: what
+    the experts then take in memory or in mapped pages."""
+
+    name: str
+    reason: str
+    num_bytes: int
+
+    @property
+    def compact(self) -> bool:
+        return self.name == "compact"
+
+
+def choose_expert_layout(wanted: str, files, context: Context, available_bytes: int) -> ExpertLayout:
+    """wanted: one of CHOICES. available_bytes: memory that re-coded experts may take.
+
+    Raises ConfigError for compact where nothing in the file can be kept compact.
+    """
+    stored = recoded = compact = 0  # bytes of strips in the file; of the others as strips; as they are
+    sizes: dict[tuple, int] = {}
+    for record in files.tensors.values():
+        if record.role not in ROLES:
+            continue
+        if record.layout is not None:
+            stored += record.nbytes
+            continue
+        key = record.format, record.rows, record.cols
+        if key not in sizes:
+            sizes[key] = context.matrix_bytes(context.layout_of(record.format), record.rows, record.cols)
+        recoded += sizes[key]
+        compact += record.nbytes
+    if not compact:
+        if wanted == "compact" and stored:
+            raise ConfigError(
+                f"--expert-layout compact: {files.path} holds its experts in the compute layout already, so there "
+                "are no storage rows to keep; leave the option out, or convert the model again with --layout storage"
+            )
+        return ExpertLayout("stored", "the file holds strips", stored)
+    if wanted == "fast":
+        return ExpertLayout("fast", "as asked", stored + recoded)
+    if wanted == "compact":
+        return ExpertLayout("compact", "as asked", stored + compact)
+    need, have = f"{recoded / 2**20:.0f} MiB", f"{available_bytes / 2**20:.0f} MiB"
+    if recoded <= available_bytes:
+        return ExpertLayout("fast", f"{need} of strips fit into {have}", stored + recoded)
+    return ExpertLayout("compact", f"{need} of strips do not fit into {have}", stored + compact)
+
+
+def memory_for_experts(files) -> int:
+    """Memory that re-coded experts may take: what is usable, less the other weights and a tenth for everything else."""
+    from ..hardware import memory_limits
+
+    others = sum(record.nbytes for record in files.tensors.values() if record.role not in ROLES)
+    return max(0, memory_limits().available_bytes * 9 // 10 - others)
