@@ -69,6 +69,7 @@ class MoeBlock:
         self.name, self.experts, self.router = name, experts, router
         self.router_linear = Linear(router_weights)
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
+        self.observers = []  # called with (ids [T, A], weights [T, A]) of every forward call; copy to keep
 
     def __call__(self, layers: Layers, buffers: MoeBuffers, y: Buffer, x: Buffer, num_tokens: int) -> None:
         """y [T, H] += sum over the top experts of x [T, H]. Raises NumericsError with the layer's name."""
@@ -78,6 +79,8 @@ class MoeBlock:
             ctx, b.ids.ptr, b.weights.ptr, b.logits.ptr, num_tokens, self.num_experts, top, self.router.rule
         )
         self._check(status, "router")
+        for observe in self.observers:
+            observe(b.ids.array[:num_tokens], b.weights.array[:num_tokens])
         plan = (b.expert_ids.ptr, b.offsets.ptr, b.assignments.ptr)
         num_used = check(lib.moe_route_plan(*plan, b.ids.ptr, num_tokens, top, self.num_experts), "route plan")
         self.experts.run(layers, self.name, b, plan, num_used, x, num_tokens, top)

@@ -1,6 +1,10 @@
 """Options that several commands share."""
 
+from contextlib import contextmanager, nullcontext
+
 import click
+
+from ._output import note, size
 
 
 def model_option(command):
@@ -46,6 +50,28 @@ def runtime_options(command):
         help="fast: re-code experts once; compact: in every call, less memory; auto: fast if it fits.",
     )
     return model_option(threads_option(isa_option(kv(layout(command)))))
+
+
+def route_trace_option(command):
+    return click.option(
+        "--route-trace", metavar="FILE", help="Record the experts and router weights of every token and layer."
+    )(command)
+
+
+def route_trace(loaded, path: str | None):
+    """Context manager that records the routing of a run to `path`; without a path it does nothing."""
+    return nullcontext() if path is None else _recording(loaded, path)
+
+
+@contextmanager
+def _recording(loaded, path: str):
+    from ..experts.history import model_fingerprint
+    from ..experts.route_trace import RouteTrace
+
+    with RouteTrace(path, loaded.model, loaded.files.architecture, model_fingerprint(loaded.files)) as trace:
+        yield
+    header = trace.header
+    note(f"route trace: {path}: {header.num_tokens} tokens of {header.num_layers} layers, {size(trace.num_bytes)}")
 
 
 def format_notes(loaded) -> list[str]:

@@ -128,7 +128,7 @@ class Run:
         self.sources: dict[str, str] = {}
         self.pieces: list[str] = []
 
-    def __call__(self, runtime: dict, sampling_flags: dict, **options) -> None:
+    def __call__(self, runtime: dict, sampling_flags: dict, route_trace: str | None, **options) -> None:
         import engine
 
         self.loaded = engine.load(runtime.pop("model"), **runtime)
@@ -138,10 +138,11 @@ class Run:
         sampling, self.sources = choose_sampling(self.loaded, sampling_flags)
         note(describe_sampling(sampling, self.sources))
         self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
-        for piece in self.generation:
-            self.pieces.append(piece)
-            if not self.as_json:
-                write(piece)
+        with _options.route_trace(self.loaded, route_trace):
+            for piece in self.generation:
+                self.pieces.append(piece)
+                if not self.as_json:
+                    write(piece)
 
     def finish(self, interrupted: bool) -> None:
         """Close the text and print the summary."""
@@ -176,9 +177,10 @@ class Run:
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Seed of the draws.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
+@_options.route_trace_option
 @_options.json_option
 @click.pass_context
-def generate(click_context, prompt, prompt_file, max_tokens, stop, ignore_eos, as_json, **options):
+def generate(click_context, prompt, prompt_file, max_tokens, stop, ignore_eos, route_trace, as_json, **options):
     """Continue PROMPT (or a file, or stdin) and print the new text.
 
     Sampler settings come from the model's generation_config.json unless an option sets them; those in use are printed
@@ -187,7 +189,7 @@ def generate(click_context, prompt, prompt_file, max_tokens, stop, ignore_eos, a
     runtime = {name: options.pop(name) for name in ("model", "threads", "isa", "ctx", "kv", "expert_layout")}
     run = Run(read_prompt(prompt, prompt_file), as_json)
     try:
-        run(runtime, options, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos)
+        run(runtime, options, route_trace, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos)
     except KeyboardInterrupt:
         run.finish(interrupted=True)
         click_context.exit(130)

@@ -59,8 +59,9 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
               help="Start a window every N tokens, score its last N (default: half: ctx, all: ctx / 2).")  # fmt: skip
 @click.option("--score", type=click.Choice(["half", "all"]), default="half", show_default=True,
               help="half: the second half of each window, as llama-perplexity; all: every byte once.")  # fmt: skip
+@_options.route_trace_option
 @_options.json_option
-def perplexity(model, threads, isa, kv, expert_layout, text_file, ctx, stride, score, as_json):
+def perplexity(model, threads, isa, kv, expert_layout, text_file, ctx, stride, score, route_trace, as_json):
     """Print the perplexity of a text, and the bits per byte of exactly the tokens that were scored."""
     import engine
 
@@ -78,7 +79,8 @@ def perplexity(model, threads, isa, kv, expert_layout, text_file, ctx, stride, s
     for line in _options.format_notes(loaded):
         note(line)
     started = time.perf_counter()
-    result, ids = _measure(loaded, text, ctx, stride, score)
+    with _options.route_trace(loaded, route_trace):
+        result, ids = _measure(loaded, text, ctx, stride, score)
     seconds = time.perf_counter() - started
     token_bytes = loaded.tokenizer.decode_bytes(ids, skip_special=False)
     if token_bytes != data:
