@@ -7,7 +7,7 @@ experts than there are slots (prefill) it goes in waves, so that each distinct e
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -49,7 +49,6 @@ class Counts:
     prefill_misses: int = 0
     ahead_used: int = 0
     ahead_wasted: int = 0
-    stalls: list[int] = field(default_factory=list)  # misses of each decode layer, for the time model
 
     @property
     def hit_rate(self) -> float:
@@ -59,7 +58,6 @@ class Counts:
         if access.is_decode:
             self.decode_uses += len(access.keys)
             self.decode_misses += misses
-            self.stalls.append(misses)
         else:
             self.prefill_uses += len(access.keys)
             self.prefill_misses += misses
@@ -140,10 +138,10 @@ class Replay:
         self.counts = Counts()
 
     def run(self, accesses: list[Access]) -> Counts:
-        for access, following in zip(accesses, [*accesses[1:], None], strict=True):
+        for at, access in enumerate(accesses):
             self._use(access)
-            if self.ahead is not None and access.is_decode and following is not None:
-                self._read_ahead(access, following)
+            if self.ahead is not None and access.is_decode and at + 1 < len(accesses):
+                self._read_ahead(access, accesses[at + 1])
         self.counts.ahead_wasted += len(self.unused_guesses)
         return self.counts
 

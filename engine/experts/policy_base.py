@@ -8,12 +8,13 @@ from collections.abc import Callable, Container, Iterable
 
 
 class Policy:
-    """Base: what a policy answers. `steps` counts loop iterations inside `victim`, so that tests can bound them."""
+    """Base: what a policy answers. `steps` counts loop iterations inside `victim`, for tests."""
 
     name = ""
+    steps = 0
 
     def __init__(self, capacity: int, num_keys: int):
-        self.capacity, self.num_keys, self.steps = capacity, num_keys, 0
+        self.capacity, self.num_keys = capacity, num_keys
 
     def touch(self, keys: Iterable[int], weights: Iterable[float]) -> None:
         """Note the use of distinct keys, held or not: once per layer and forward call.

@@ -1,105 +1,165 @@
-"""Policies by decayed use: each use adds to a key's score, and all scores halve every `half_life`.
+"""Policies by decayed use: each use adds to a key's score, and all scores halve every `half_life` forward calls.
 
 Decay never changes the order of two keys that are not used, so a key moves only when it is used. Scores are kept as
-log2(score) + clock / half_life, which grows without overflow, and are sorted into buckets of 1/RESOLUTION octave, each
-a queue in order of use. A pointer walks up to the lowest bucket that holds a key. Nothing is filed more than SPAN
-buckets below a use of this moment, so an admission moves the pointer back by no more: constant work, amortised.
-
-The clock counts uses of the average key: it advances by len(keys) / num_keys per call. So a half-life means the same
-statistical weight for 8 of 64 experts as for 10 of 512.
+log2(score) + clock, the clock in half-lives, which grows without overflow, and are sorted into buckets of 1/RESOLUTION
+octave. Nothing is filed more than SPAN buckets below a use of this moment, so an admission moves the queue's pointer
+back by no more: constant work, amortised.
 """
 
+from collections import deque
 from math import floor, log2
 
 from .policy_base import Policy, blocked
+from .policy_queue import BucketQueue
 
 RESOLUTION = 4  # buckets per factor of two in score
 SPAN = 64  # buckets below a use of weight 1 that are told apart; 2^-16 of such a use is as good as none
 
 
 class DecayedUse(Policy):
-    """Base of the two: `gain(weight, mean)` is what one use adds, half_life is in uses of the average key."""
+    """Base: scores by key, held or not, and the count of forward calls, which begin again at a lower layer."""
 
-    half_life = 1.0
+    half_life = 16.0  # forward calls; while decoding, tokens
 
     def __init__(self, capacity: int, num_keys: int):
         super().__init__(capacity, num_keys)
-        self._clock = 0.0  # in half-lives
+        self._calls, self._last_key = 0, -1
+        self._clock = 0.0
         self._score = [float("-inf")] * num_keys
-        self._bucket_of: dict[int, int] = {}
-        self._buckets: dict[int, dict[int, None]] = {}
-        self._lowest = 0  # no bucket below holds a key
 
     def gain(self, weight: float, mean: float) -> float:
+        """What one use adds; mean: of the weights of this layer and call."""
         raise NotImplementedError
 
-    def touch(self, keys, weights) -> None:
-        keys, weights = list(keys), list(weights)
-        if not keys:
-            return
-        self._clock += len(keys) / (self.num_keys * self.half_life)
-        clock, score, held, mean = self._clock, self._score, self._bucket_of, sum(weights) / len(keys)
+    def _note(self, keys: list[int], weights: list[float]) -> None:
+        if min(keys) <= self._last_key:
+            self._calls += 1
+            self._clock = self._calls / self.half_life
+        self._last_key = max(keys)
+        clock, score, mean = self._clock, self._score, sum(weights) / len(keys)
         for key, weight in zip(keys, weights, strict=True):
             score[key] = clock + log2(2.0 ** (score[key] - clock) + self.gain(weight, mean))
-            if key in held:
-                self._take(key)
-                self._put(key)
 
-    def admit(self, key: int) -> None:
-        self._put(key)
-
-    def remove(self, key: int) -> None:
-        self._take(key)
-
-    def victim(self, busy=()) -> int | None:
-        if not self._bucket_of:
-            return None
-        while self._lowest not in self._buckets:
-            self._lowest += 1
-            self.steps += 1
-        is_busy, bucket, seen = blocked(busy), self._lowest, 0
-        while seen < len(self._bucket_of):
-            for key in self._buckets.get(bucket, ()):
-                self.steps += 1
-                if not is_busy(key):
-                    return key
-                seen += 1
-            bucket += 1
-            self.steps += 1
-        return None
-
-    def _put(self, key: int) -> None:
-        bucket = floor(max(self._score[key], self._clock - SPAN / RESOLUTION) * RESOLUTION)
-        self._bucket_of[key] = bucket
-        self._buckets.setdefault(bucket, {})[key] = None
-        self._lowest = min(self._lowest, bucket)
-
-    def _take(self, key: int) -> None:
-        bucket = self._bucket_of.pop(key)
-        queue = self._buckets[bucket]
-        del queue[key]
-        if not queue:
-            del self._buckets[bucket]
-
-    def __len__(self) -> int:
-        return len(self._bucket_of)
+    def _bucket(self, key: int) -> int:
+        return floor(max(self._score[key], self._clock - SPAN / RESOLUTION) * RESOLUTION)
 
 
 class LFU(DecayedUse):
     """Least frequently used first; every use counts the same."""
 
     name = "lfu"
-    half_life = 8.0
+
+    def __init__(self, capacity: int, num_keys: int):
+        super().__init__(capacity, num_keys)
+        self._queue = BucketQueue()
+
+    @property
+    def steps(self) -> int:
+        return self._queue.steps
 
     def gain(self, weight: float, mean: float) -> float:
         return 1.0
 
+    def touch(self, keys, weights) -> None:
+        keys, queue = list(keys), self._queue
+        if not keys:
+            return
+        self._note(keys, list(weights))
+        for key in keys:
+            if key in queue:
+                queue.take(key)
+                queue.put(key, self._bucket(key))
+
+    def admit(self, key: int) -> None:
+        self._queue.put(key, self._bucket(key))
+
+    def remove(self, key: int) -> None:
+        self._queue.take(key)
+
+    def victim(self, busy=()) -> int | None:
+        return self._queue.lowest(blocked(busy))
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
 
 class Score(DecayedUse):
-    """Frequency, recency and router weight in one score: a use counts more the more the router wanted the expert."""
+    """Frequency, router weight and recency: decayed use as a probability, plus a bonus for what was used just now.
+
+    The decayed use, times (1 - 2^(-1/half_life)), is how likely an expert is to be used by the next token, as far as
+    frequency tells. Routers repeat themselves, so what its layer used `recent_calls` turns ago or since is likelier by
+    `recent_bonus`. Recent and other keys are two queues in the same order; the victim is the lesser of their lowest.
+    """
 
     name = "score"
-    half_life = 2.0
+    half_life = 32.0
+    weight_share = 0.25  # how much of a use is the router's weight over the mean weight, how much is one
+    recent_calls = 0
+    recent_bonus = 0.3
+
+    def __init__(self, capacity: int, num_keys: int):
+        super().__init__(capacity, num_keys)
+        self._recent, self._others = BucketQueue(), BucketQueue()
+        self._last_use = [(-1, -1)] * num_keys  # (call, highest key of the layer's touch)
+        self._uses: deque[tuple[tuple[int, int], list[int]]] = deque()  # the same with its keys, while recent
+        self._norm = 1 - 2.0 ** (-1 / self.half_life)
+
+    @property
+    def steps(self) -> int:
+        return self._recent.steps + self._others.steps
 
     def gain(self, weight: float, mean: float) -> float:
-        return 0.5 + 0.5 * max(weight, 0.0) / mean if mean > 0 else 1.0
+        share = self.weight_share
+        return 1 - share + share * max(weight, 0.0) / mean if mean > 0 else 1.0
+
+    def touch(self, keys, weights) -> None:
+        keys = list(keys)
+        if not keys:
+            return
+        self._note(keys, list(weights))
+        now = (self._calls, self._last_key)
+        for key in keys:
+            self._last_use[key] = now
+            queue = self._queue_of(key)
+            if queue is not None:
+                queue.take(key)
+                self._recent.put(key, self._bucket(key))
+        self._uses.append((now, keys))
+        self._age()
+
+    def _oldest_recent(self) -> tuple[int, int]:
+        """What was used up to here lies recent_calls turns of its layer back."""
+        return self._calls - self.recent_calls - 1, self._last_key
+
+    def _age(self) -> None:
+        """Refile what is recent no more: one move per use at most."""
+        uses, oldest = self._uses, self._oldest_recent()
+        while uses and uses[0][0] <= oldest:
+            used, keys = uses.popleft()
+            for key in keys:
+                if self._last_use[key] == used and key in self._recent:
+                    self._recent.take(key)
+                    self._others.put(key, self._bucket(key))
+
+    def _queue_of(self, key: int) -> BucketQueue | None:
+        return self._recent if key in self._recent else self._others if key in self._others else None
+
+    def admit(self, key: int) -> None:
+        recent = self._last_use[key] > self._oldest_recent() and self._last_use[key][0] >= 0
+        (self._recent if recent else self._others).put(key, self._bucket(key))
+
+    def remove(self, key: int) -> None:
+        (self._recent if key in self._recent else self._others).take(key)
+
+    def victim(self, busy=()) -> int | None:
+        is_busy = blocked(busy)
+        recent, other = self._recent.lowest(is_busy), self._others.lowest(is_busy)
+        if recent is None or other is None:
+            return other if recent is None else recent
+        return recent if self._value(recent) + self.recent_bonus < self._value(other) else other
+
+    def _value(self, key: int) -> float:
+        return self._norm * 2.0 ** (self._score[key] - self._clock)
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._others)
