@@ -25,7 +25,8 @@ _STRIP_ROWS = 8  # rows of a chunk are a multiple of it, so that strips of chunk
 class RoleFormats:
     """Storage format per role; None follows experts (gate_up, down) or dense (embed, head).
 
-    Routers and norms are always f32: they are small, and a wrong pick costs more than they do.
+    MLPs of dense layers and shared experts (mlp, shared) follow dense. Routers, norms and biases are always f32: they
+    are small, and a wrong pick costs more than they do.
     """
 
     experts: str = "q8_0"
@@ -40,10 +41,13 @@ class RoleFormats:
             "gate_up": self.gate_up or self.experts,
             "down": self.down or self.experts,
             "attention": self.dense,
+            "mlp": self.dense,
+            "shared": self.dense,
             "embed": self.embed or self.dense,
             "head": self.head or self.dense,
             "router": "f32",
             "norm": "f32",
+            "bias": "f32",
         }[role]
 
 

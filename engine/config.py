@@ -107,23 +107,3 @@ class ConfigReader:
                 f"{self._where}: unknown keys {', '.join(unknown)} may change the mathematics of this architecture; "
                 "remove them if they do not"
             )
-
-
-def rope_theta(reader: ConfigReader, default: float) -> float:
-    """rope_theta at the top level or under rope_parameters; any scaling other than the default is refused."""
-    scaling, parameters = reader.table("rope_scaling"), reader.table("rope_parameters")
-    for where, entry in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        kind = entry.get("rope_type", entry.get("type", "default" if entry is parameters or not entry else None))
-        if kind != "default":
-            raise ConfigError(f"config.json: {where}.rope_type = {kind!r} is not supported (only 'default')")
-    extra = sorted(set(parameters) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-    if extra or parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"config.json: rope_parameters has unsupported entries {extra or ['partial_rotary_factor']}")
-    top = reader.number("rope_theta", optional=True)
-    nested = parameters.get("rope_theta")
-    if top is not None and nested is not None and float(nested) != top:
-        raise ConfigError(f"config.json: rope_theta is {top} at the top level and {nested} under rope_parameters")
-    value = float(nested) if nested is not None else top if top is not None else default
-    if not value > 0:
-        raise ConfigError(f"config.json: rope_theta = {value}, expected a positive number")
-    return value

@@ -89,7 +89,7 @@ class Matrix:
     compact: it holds rows of the storage format `fmt` instead, re-coded strip by strip in every call.
     """
 
-    __slots__ = ("cdata", "cols", "compact", "format", "layout", "num_bytes", "rows", "strips")
+    __slots__ = ("bias", "cdata", "cols", "compact", "format", "layout", "num_bytes", "rows", "strips")
 
     def __init__(
         self, context: "Context", layout: str, strips: np.ndarray, rows: int, cols: int, fmt: str = "", compact=False
@@ -105,6 +105,13 @@ class Matrix:
         self.cdata.layout = context.layout(layout)
         self.cdata.storage = context.format(fmt) if compact else ffi.NULL
         self.cdata.rows, self.cdata.cols = rows, cols
+        self.bias = None
+
+    def set_bias(self, bias: np.ndarray) -> None:
+        """float32 [rows], added to every product with the matrix; kept alive by it."""
+        if bias.shape != (self.rows,) or bias.dtype != np.float32:
+            raise FormatError(f"bias of a matrix [{self.rows}, {self.cols}]: got {bias.dtype} {list(bias.shape)}")
+        self.bias, self.cdata.bias = bias, address(bias, "float *")
 
 
 class Context:

@@ -6,8 +6,7 @@ during a decode step, and each method is one native call (the GIL is released in
 
 import numpy as np
 
-from .errors import ConfigError
-from .hardware import memory_limits
+from .errors import NumericsError
 from .kernels import Context, Matrix, address, aligned_empty, check, ffi, lib
 
 
@@ -49,29 +48,6 @@ class Linear:
         check(lib.moe_linear(layers.ctx, self._w, self._y, len(outputs), x.ptr, num_tokens, add), "linear")
 
 
-class RopeTable:
-    """cos and sin [num_positions, rotary_dim / 2] of one theta.
-
-    Raises ConfigError when they do not fit into memory: num_positions may come from a config.json that nothing in the
-    weights contradicts.
-    """
-
-    def __init__(self, theta: float, rotary_dim: int, num_positions: int):
-        half = rotary_dim // 2
-        need, available = 2 * num_positions * half * 4, memory_limits().available_bytes
-        if need > available:
-            raise ConfigError(
-                f"{num_positions} positions need {need} bytes of rotary tables, {available} bytes of memory are "
-                "available; choose a smaller --ctx"
-            )
-        self.rotary_dim, self.num_positions = rotary_dim, num_positions
-        inv_freq = np.empty(half, np.float32)
-        self.cosines, self.sines = Buffer(num_positions, half), Buffer(num_positions, half)
-        check(lib.moe_rope_inv_freq(address(inv_freq, "float *"), theta, rotary_dim), "rope frequencies")
-        pointers = (self.cosines.ptr, self.sines.ptr, address(inv_freq, "float *"))
-        check(lib.moe_rope_table(*pointers, half, 0, num_positions, 1.0), "rope table")
-
-
 class Layers:
     """The operations of a forward pass on one context. Shapes: T tokens, N heads, K kv heads, D head_dim, H hidden."""
 
@@ -88,10 +64,31 @@ class Layers:
     def clip(self, x: Buffer, count: int, limit: float) -> None:
         check(lib.moe_clip(self.ctx, x.ptr, count, limit), "clip")
 
-    def rope(self, x: Buffer, table: RopeTable, num_tokens: int, num_heads: int, head_dim: int, position: int) -> None:
-        """Rotate x [T, N, D] in place, pairs (j, j + rotary_dim / 2)."""
+    def scale(self, x: Buffer, count: int, factor: float) -> None:
+        """The first `count` values times factor."""
+        check(lib.moe_scale(self.ctx, x.ptr, count, factor), "scale")
+
+    def swiglu(self, out: Buffer, gate: Buffer, up: Buffer, count: int) -> None:
+        """out = silu(gate) * up; out may be gate."""
+        check(lib.moe_swiglu(self.ctx, out.ptr, gate.ptr, up.ptr, count), "swiglu")
+
+    def add_gated(self, y: Buffer, x: Buffer, gate: Buffer, num_tokens: int, width: int) -> None:
+        """y [T, width] += sigmoid(gate [T]) * x [T, width]."""
+        check(lib.moe_add_gated(self.ctx, y.ptr, x.ptr, gate.ptr, num_tokens, width), "gated sum")
+
+    def check_finite(self, x: Buffer, count: int, where: str) -> None:
+        """Raises NumericsError naming `where` when one of the first `count` values is not finite."""
+        status = lib.moe_check_finite(self.ctx, x.ptr, count)
+        if status == lib.MOE_NONFINITE:
+            raise NumericsError(nonfinite_message(where))
+        check(status, where)
+
+    def rope(self, x: Buffer, table, num_tokens: int, num_heads: int, head_dim: int, position: int) -> None:
+        """Rotate x [T, N, D] in place; table: a rope.RopeTable."""
         tables = (table.rotary_dim, table.cosines.ptr, table.sines.ptr)
-        check(lib.moe_rope(self.ctx, x.ptr, num_tokens, num_heads, head_dim, *tables, position, 0), "rope")
+        check(
+            lib.moe_rope(self.ctx, x.ptr, num_tokens, num_heads, head_dim, *tables, position, table.interleaved), "rope"
+        )
 
     def kv_store(self, kv, k: Buffer, v: Buffer, position: int, num_tokens: int) -> None:
         check(lib.moe_kv_store(self.ctx, kv, k.ptr, v.ptr, position, num_tokens), "kv store")

@@ -86,6 +86,32 @@ int moe_clip(struct moe_ctx *ctx, float *x, int64_t n, float limit) {
     return moe_leave(ctx, saved, MOE_OK);
 }
 
+static void scale_rows(const struct row_job *j, int64_t first, int64_t last) {
+    j->vec->scale(j->y + first, j->y + first, j->number, last - first);
+}
+int moe_scale(struct moe_ctx *ctx, float *x, int64_t n, float factor) {
+    if (!ctx || !x || n < 0) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct row_job job = {.run = scale_rows, .rows = n, .width = 1, .y = x, .number = factor};
+    run_rows(ctx, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+
+static void gated_rows(const struct row_job *j, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) {
+        float negative = -j->other[r], e;
+        j->vec->exp(&e, &negative, 1);
+        j->vec->fma(j->y + r * j->width, j->x + r * j->width, 1.0f / (1.0f + e), j->width);
+    }
+}
+int moe_add_gated(struct moe_ctx *ctx, float *y, const float *x, const float *gate, int64_t num_rows, int width) {
+    if (!ctx || !y || !x || !gate || num_rows < 0 || width < 1) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    struct row_job job = {.run = gated_rows, .rows = num_rows, .width = width, .y = y, .x = x, .other = gate};
+    run_rows(ctx, &job);
+    return moe_leave(ctx, saved, MOE_OK);
+}
+
 static void swiglu_rows(const struct row_job *j, int64_t first, int64_t last) {
     j->vec->swiglu(j->y + first, j->x + first, j->other + first, last - first);
 }

@@ -133,6 +133,9 @@ int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weig
 int moe_rmsnorm_part(struct moe_ctx *ctx, float *x, const float *weight, int64_t num_rows, int width, int64_t stride, float eps);
 int moe_clip(struct moe_ctx *ctx, float *x, int64_t n, float limit); /* clamp to [-limit, limit] */
 int moe_softmax(struct moe_ctx *ctx, float *y, const float *x, int64_t num_rows, int width);
+int moe_scale(struct moe_ctx *ctx, float *x, int64_t n, float factor);
+/* y[r] += sigmoid(gate[r]) * x[r], rows of `width`. */
+int moe_add_gated(struct moe_ctx *ctx, float *y, const float *x, const float *gate, int64_t num_rows, int width);
 int moe_swiglu(struct moe_ctx *ctx, float *y, const float *gate, const float *up, int64_t n); /* silu(gate) * up */
 int moe_swiglu_clamped(struct moe_ctx *ctx, float *y, const float *gate, const float *up, int64_t n, float limit);
 int moe_sigmoid(struct moe_ctx *ctx, float *y, const float *x, int64_t n); /* y may be x */

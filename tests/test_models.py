@@ -97,12 +97,12 @@ def broken_engine(path, monkeypatch, rule):
     ops = broken.model.layers
     if rule == "no q/k norm":
         original = ops.rmsnorm
-        skipped = {id(w) for block in broken.model.blocks for w in (block.q_norm, block.k_norm)}
+        skipped = {id(w) for block in broken.model.blocks for w in (block.attention.q_norm, block.attention.k_norm)}
         monkeypatch.setattr(ops, "rmsnorm", lambda out, x, w, *rest: id(w) in skipped or original(out, x, w, *rest))
     if rule == "q/k norm after rope":
-        c, pending = broken.model.config, []
+        pending = []
         norm, rope = ops.rmsnorm, ops.rope
-        moved = {id(w) for block in broken.model.blocks for w in (block.q_norm, block.k_norm)}
+        moved = {id(w) for block in broken.model.blocks for w in (block.attention.q_norm, block.attention.k_norm)}
 
         def later(out, x, w, *rest):
             if id(w) in moved:
@@ -116,7 +116,6 @@ def broken_engine(path, monkeypatch, rule):
                 norm(*call)
                 pending.remove(call)
 
-        assert c.rope_theta
         monkeypatch.setattr(ops, "rmsnorm", later)
         monkeypatch.setattr(ops, "rope", rope_then_norm)
     if rule == "no clip":

@@ -69,16 +69,16 @@ def test_interrupted_forward_pass_is_not_reused(loaded, monkeypatch):
     """What was written half is not counted as being there."""
     session = Session(loaded)
     generation = loaded.generate(PROMPT, max_tokens=20, ignore_eos=True, session=session)
-    moe, left = loaded.model.moe, [6]
+    mlp, left = loaded.model.mlp, [6]
 
     def interrupted(block, num_tokens):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        moe(block, num_tokens)
+        mlp(block, num_tokens)
 
     next(generation.tokens())
-    monkeypatch.setattr(loaded.model, "moe", interrupted)
+    monkeypatch.setattr(loaded.model, "mlp", interrupted)
     generation = loaded.generate([*PROMPT, 1], max_tokens=20, ignore_eos=True, session=session)
     with pytest.raises(KeyboardInterrupt):
         list(generation.tokens())

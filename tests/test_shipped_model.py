@@ -72,14 +72,14 @@ def expert_shares(shipped, monkeypatch, domain):
     """float64 [layers, experts]: share of the routed tokens of one window of a text."""
     config, counts = shipped.model.config, {}
     for n, block in enumerate(shipped.model.blocks):
-        real = block.mlp
+        real = block.mlp.routed
 
         def spy(layers, buffers, y, x, num_tokens, n=n, real=real):
             real(layers, buffers, y, x, num_tokens)
             chosen = buffers.ids.array[:num_tokens].reshape(-1)
             counts[n] = counts.get(n, 0) + np.bincount(chosen, minlength=config.num_experts)
 
-        monkeypatch.setattr(block, "mlp", spy)
+        monkeypatch.setattr(block.mlp, "routed", spy)
     text = heldout_bits.first_lines((heldout_bits.HELDOUT / f"{domain}.txt").read_bytes(), 6000).decode()
     ids, _ = perplexity.build_sequence(shipped.tokenizer, text, "all")
     window = perplexity.Window(0, len(ids), 1)

@@ -5,14 +5,18 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
+# model_type -> file of the family that computes the same.
+ALIASES: dict[str, str] = {}
+
 
 def known() -> list[str]:
     """The model_types this version can run."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
+    files = {p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_")}
+    return sorted(files | ALIASES.keys())
 
 
 def family(model_type: str):
     """Module of a model_type. Raises ConfigError with the list of known ones."""
     if model_type not in known():
         raise ConfigError(f"architecture {model_type!r} is not supported; supported: {', '.join(known())}")
-    return import_module(f"{__name__}.{model_type}")
+    return import_module(f"{__name__}.{ALIASES.get(model_type, model_type)}")

@@ -2,6 +2,52 @@
 
 from ..errors import ConfigError
 
+# Our tensor name -> where it lies (weights/slices.py), alike in all architectures; of several the file has one.
+GGUF_TENSORS = {
+    "embed_tokens": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "lm_head": "output.weight",
+    "layers.{n}.input_layernorm": "blk.{n}.attn_norm.weight",
+    "layers.{n}.post_attention_layernorm": "blk.{n}.ffn_norm.weight",
+    "layers.{n}.self_attn.q_proj": "blk.{n}.attn_q.weight",
+    "layers.{n}.self_attn.k_proj": "blk.{n}.attn_k.weight",
+    "layers.{n}.self_attn.v_proj": "blk.{n}.attn_v.weight",
+    "layers.{n}.self_attn.o_proj": "blk.{n}.attn_output.weight",
+    "layers.{n}.self_attn.q_proj.bias": "blk.{n}.attn_q.bias",
+    "layers.{n}.self_attn.k_proj.bias": "blk.{n}.attn_k.bias",
+    "layers.{n}.self_attn.v_proj.bias": "blk.{n}.attn_v.bias",
+    "layers.{n}.self_attn.o_proj.bias": "blk.{n}.attn_output.bias",
+    "layers.{n}.self_attn.q_norm": "blk.{n}.attn_q_norm.weight",
+    "layers.{n}.self_attn.k_norm": "blk.{n}.attn_k_norm.weight",
+    "layers.{n}.mlp.gate_proj": "blk.{n}.ffn_gate.weight",
+    "layers.{n}.mlp.up_proj": "blk.{n}.ffn_up.weight",
+    "layers.{n}.mlp.down_proj": "blk.{n}.ffn_down.weight",
+    "layers.{n}.mlp.router": "blk.{n}.ffn_gate_inp.weight",
+    "layers.{n}.mlp.experts.{e}.gate_proj": ("blk.{n}.ffn_gate_exps.weight", "blk.{n}.ffn_gate_up_exps.weight[0/2]"),
+    "layers.{n}.mlp.experts.{e}.up_proj": ("blk.{n}.ffn_up_exps.weight", "blk.{n}.ffn_gate_up_exps.weight[1/2]"),
+    "layers.{n}.mlp.experts.{e}.down_proj": "blk.{n}.ffn_down_exps.weight",
+    "layers.{n}.mlp.shared_expert.gate_proj": "blk.{n}.ffn_gate_shexp.weight",
+    "layers.{n}.mlp.shared_expert.up_proj": "blk.{n}.ffn_up_shexp.weight",
+    "layers.{n}.mlp.shared_expert.down_proj": "blk.{n}.ffn_down_shexp.weight",
+    "layers.{n}.mlp.shared_expert_gate": "blk.{n}.ffn_gate_inp_shexp.weight",
+}
+
+
+def decoder_from_gguf(keys, default_theta: float) -> dict:
+    """What every architecture's keys say alike, in the spelling of config.json."""
+    return {
+        "hidden_size": keys.integer("embedding_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": keys.integer("attention.head_count"),
+        "num_key_value_heads": keys.integer("attention.head_count_kv", keys.integer("attention.head_count")),
+        **head_dim_from_gguf(keys),
+        **rope_from_gguf(keys, default_theta),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": keys.rows("token_embd.weight"),
+        "max_position_embeddings": keys.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in keys.tensors,
+    }
+
 
 def head_dim_from_gguf(keys) -> dict:
     """{"head_dim": n} from attention.key_length, which must equal value_length; {} where the file has neither."""

@@ -86,7 +86,7 @@ def model_config(architecture: str, config: dict):
             f"architecture {architecture!r} is not supported by this version (supported: {', '.join(known())})"
         )
     checked = family(architecture).Config.from_dict(config)
-    if checked.num_hidden_layers * checked.num_experts > _MAX_EXPERTS:
+    if checked.num_hidden_layers * max(checked.num_experts, 1) > _MAX_EXPERTS:
         raise ConfigError(
             f"config.json: num_hidden_layers {checked.num_hidden_layers} x num_experts {checked.num_experts} is out of "
             f"range (at most {_MAX_EXPERTS})"

@@ -31,10 +31,18 @@ class WeightLoader:
             raise WeightsError(f"{self.files.path}: tensor {name} is {record.format}, expected f32")
         return Vector(self.files.read(name).view(np.float32).copy())
 
-    def matrix(self, name: str, rows: int, cols: int, *, mapped: bool = False, compact: bool = False) -> Matrix:
+    def matrix(
+        self, name: str, rows: int, cols: int, *, mapped: bool = False, compact: bool = False, bias: bool = False
+    ) -> Matrix:
         """Matrix [rows, cols]. mapped: use the file's pages when they hold the compute layout; otherwise the bytes are
         copied or re-coded into memory of our own, where streaming other weights cannot evict them. compact: use the
-        file's pages where they hold storage rows."""
+        file's pages where they hold storage rows. bias: the vector NAME.bias is added to every product."""
+        matrix = self._matrix(name, rows, cols, mapped, compact)
+        if bias:
+            matrix.set_bias(self.vector(f"{name}.bias", rows).array)
+        return matrix
+
+    def _matrix(self, name: str, rows: int, cols: int, mapped: bool, compact: bool) -> Matrix:
         record = self._record(name, (rows, cols))
         data = self.files.read(name)
         if record.layout is None:
