@@ -7,6 +7,8 @@ from .errors import ConfigError
 
 ISA_VARIABLE = "MILLSTREAM_ISA"
 MAX_THREADS = 1024
+DRAFT_SOURCES = ("lookup", "model")  # in the order in which they are asked
+MAX_WINDOW_ROWS = 8  # rows of a verify window: as many as one kernel call takes
 _MAX_INTEGER = (1 << 31) - 1  # sizes and positions are C ints in the native code
 
 
@@ -19,6 +21,7 @@ class RuntimeConfig:
     ctx: positions kept in the KV cache; None = the model's max_position_embeddings.
     kv: element type of the KV cache, "f16" or "f32".
     expert_layout: "fast" = experts re-coded to strips at load, "compact" = storage rows re-coded in every call, "auto".
+    draft_model: directory or file of a small model that drafts tokens for speculation.
     """
 
     threads: int | None = None
@@ -26,6 +29,7 @@ class RuntimeConfig:
     ctx: int | None = None
     kv: str = "f16"
     expert_layout: str = "auto"
+    draft_model: str | None = None
 
     def __post_init__(self):
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
@@ -38,6 +42,27 @@ class RuntimeConfig:
             raise ConfigError(f"expert_layout: got {self.expert_layout!r}, expected auto, fast or compact")
         if self.isa is None and os.environ.get(ISA_VARIABLE):
             object.__setattr__(self, "isa", os.environ[ISA_VARIABLE])
+
+
+def parse_spec(spec) -> int | str:
+    """Rows of a verify window, 0 to 8, or "auto". Raises ConfigError."""
+    if spec == "auto":
+        return spec
+    try:
+        rows = int(spec)
+    except (TypeError, ValueError):
+        rows = -1
+    if not 0 <= rows <= MAX_WINDOW_ROWS:
+        raise ConfigError(f"--spec: got {spec!r}, expected 0 to {MAX_WINDOW_ROWS} rows of a window, or auto")
+    return rows
+
+
+def check_draft_sources(names) -> None:
+    """Raise ConfigError for names that are no draft sources, or none at all."""
+    unknown = [name for name in names if name not in DRAFT_SOURCES]
+    if unknown or not names:
+        got, known = ", ".join(unknown) or "nothing", ", ".join(DRAFT_SOURCES)
+        raise ConfigError(f"--draft: got {got}, expected one or more of {known}")
 
 
 class ConfigReader:

@@ -13,6 +13,7 @@ from .errors import ConfigError
 from .hardware import peak_rss_bytes
 from .sampler import Sampler, SamplingParams
 from .session import Session
+from .spec import PLAIN, SpecStats
 from .tokenizer import StopMatcher, StreamDecoder
 
 
@@ -28,6 +29,7 @@ class Stats:
     reused_tokens: int = 0  # leading prompt tokens that the session had in its cache; prefill runs the others
     generated_tokens: int = 0
     peak_rss_bytes: int = 0
+    spec: SpecStats | None = None  # None: plain decode
 
     @property
     def prefill_tok_s(self) -> float:
@@ -46,9 +48,9 @@ def prefill(model, kv, ids: np.ndarray, position: int = 0) -> np.ndarray:
     return model.forward(ids[done:], kv, position + done)
 
 
-def decode_step(model, kv, token: int, position: int) -> np.ndarray:
-    """Run one token; logits [1, V] for the next."""
-    return model.forward(np.array([token], np.int32), kv, position)
+def decode_step(model, kv, ids: np.ndarray, position: int) -> np.ndarray:
+    """Run a window of ids int32 [R] (the last token and R - 1 drafts); logits [R, V], row r for what follows ids[r]."""
+    return model.forward(ids, kv, position, logits="all")
 
 
 class Generation:
@@ -69,15 +71,17 @@ class Generation:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         session: Session | None = None,
+        speculator=PLAIN,
     ):
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
             raise ConfigError(f"max_tokens: got {max_tokens!r}, expected a whole number, 0 or more")
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(s, str) for s in self.stop):
             raise ConfigError(f"stop: got {stop!r}, expected strings")
-        self.engine, self.ignore_eos, self.session = engine, ignore_eos, session
+        self.engine, self.ignore_eos = engine, ignore_eos
+        self.session, self.speculator = session, speculator
         self.sampling = sampling or engine.default_sampling()
-        self.stats = Stats(load_s=engine.load_s)
+        self.stats = Stats(load_s=engine.load_s, spec=speculator.stats)
         self.prompt_token_ids = self._encode(prompt)
         room = engine.max_context - len(self.prompt_token_ids)
         if room < 1:
@@ -120,38 +124,60 @@ class Generation:
         return ids
 
     def tokens(self) -> Iterator[int]:
-        """The decode loop: token after token until a limit or an end-of-text token (which is not yielded)."""
-        model, stats = self.engine.model, self.stats
-        num_prompt = len(self.prompt_token_ids)
-        sequence = np.empty(num_prompt + self.max_tokens, np.int32)
-        sequence[:num_prompt] = self.prompt_token_ids
+        """The decode loop: prefill, then round after round until a limit or an end-of-text token (not yielded)."""
+        stats, position = self.stats, len(self.prompt_token_ids)
+        end = position + self.max_tokens
+        if position == end:
+            self.finish_reason = self._limit
+            return
+        sequence = np.empty(end, np.int32)
+        sequence[:position] = self.prompt_token_ids
         sampler = Sampler(self.engine.context, self.sampling)
-        session = self.session or Session(self.engine, len(sequence))
-        stats.prompt_tokens, stats.reused_tokens = num_prompt, session.begin(sequence, num_prompt)
-        kv, reused = session.kv, stats.reused_tokens
+        session = self.session or Session(self.engine, end)
+        reused = session.begin(sequence, position)
+        stats.prompt_tokens, stats.reused_tokens = position, reused
         clock = time.perf_counter()
-        for position in range(num_prompt, num_prompt + self.max_tokens):
-            with self.engine.lock:  # logits live in the model's buffers until the next forward pass, of anybody
-                if position == num_prompt:
-                    logits = prefill(model, kv, sequence[reused:num_prompt], reused)
-                else:
-                    logits = decode_step(model, kv, int(sequence[position - 1]), position - 1)
-                session.length = kv.length
-                token = sampler.pick(logits[0], sequence[:position], position)
-            now = time.perf_counter()
-            if position == num_prompt:
-                stats.prefill_s = now - clock
-            else:
-                stats.decode_s += now - clock
-            stats.generated_tokens += 1
-            if token in self.engine.tokenizer.eos_ids and not self.ignore_eos:
-                self.finish_reason = "eos"
+        with self.engine.lock:  # logits live in the model's buffers until the next forward pass, of anybody
+            logits = prefill(self.engine.model, session.kv, sequence[reused:position], reused)
+            session.length = session.kv.length
+            picks = [sampler.pick(logits[0], sequence[:position], position)]
+        stats.prefill_s = time.perf_counter() - clock
+        while True:
+            for token in picks:
+                stats.generated_tokens += 1
+                if self._ends(token):
+                    self.finish_reason = "eos"
+                    return
+                sequence[position] = token
+                position += 1
+                self.token_ids.append(token)
+                yield token
+            if position == end:
+                self.finish_reason = self._limit
                 return
-            sequence[position] = token
-            self.token_ids.append(token)
-            yield token
             clock = time.perf_counter()
-        self.finish_reason = self._limit
+            with self.engine.lock:
+                picks = self._round(sampler, session, sequence, position)
+            stats.decode_s += time.perf_counter() - clock
+
+    def _round(self, sampler: Sampler, session: Session, sequence: np.ndarray, position: int) -> list[int]:
+        """Verify one window behind sequence[:position]; the model's own picks up to the first that no draft foresaw."""
+        window = self.speculator.window(sequence[:position], len(sequence) - position)
+        logits = decode_step(self.engine.model, session.kv, window.ids, position - 1)
+        picks: list[int] = []
+        for row, expected in enumerate([*window.ids[1:].tolist(), None]):
+            at = position + row
+            token = sampler.pick(logits[row], sequence[:at], at)
+            picks.append(token)
+            if token != expected or self._ends(token):
+                break
+            sequence[at] = token  # the next row's penalties look at it
+        session.length = session.kv.truncate(position - 1 + len(picks))
+        self.speculator.commit(window, len(picks))
+        return picks
+
+    def _ends(self, token: int) -> bool:
+        return token in self.engine.tokenizer.eos_ids and not self.ignore_eos
 
     def _run(self) -> Iterator[str]:
         decoder, matcher = StreamDecoder(self.engine.tokenizer), StopMatcher(self.stop)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .config import RuntimeConfig
+from .config import DRAFT_SOURCES, RuntimeConfig, check_draft_sources
 from .errors import ConfigError
 from .experts.layout import choose_expert_layout, memory_for_experts
 from .generate import Generation
@@ -15,6 +15,8 @@ from .kv_cache import KVCache
 from .models import family
 from .sampler import SamplingParams
 from .session import Session
+from .spec import LookupSource, make_speculator
+from .spec.draft_model import ModelSource, check_same_tokens
 from .tokenizer import Tokenizer
 from .weights import open_model
 from .weights.loader import WeightLoader
@@ -45,7 +47,15 @@ class Engine:
             generation_config=self.files.generation_config,
             model_vocab_size=self.model.config.vocab_size,
         )
+        self.draft = self._load_draft(options)
         self.load_s = time.perf_counter() - started
+
+    def _load_draft(self, options: RuntimeConfig) -> "Engine | None":
+        if options.draft_model is None:
+            return None
+        draft = Engine(options.draft_model, RuntimeConfig(self.context.num_threads, self.context.tier, kv=options.kv))
+        check_same_tokens(self, draft)
+        return draft
 
     def _context_length(self, ctx: int | None) -> int:
         trained = self.files.config.get("max_position_embeddings")
@@ -76,11 +86,15 @@ class Engine:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         session: Session | None = None,
+        spec: int | str = 0,
+        draft: Sequence[str] = DRAFT_SOURCES,
         **settings,
     ) -> Generation:
         """Continue a prompt (text or token ids); iterate the result for pieces of text.
 
         session: what an earlier call with the same Session left in its cache is not computed again.
+        spec: rows of a verify window, 0 to 8 (0 and 1: plain decode), or "auto"; draft: names of draft sources, the
+        first that offers something is used ("model" needs draft_model). Neither changes the text.
         sampling: None = the model's defaults; settings (temperature=0, seed=1, top_p=0.9 ...: the fields of
         SamplingParams) replace single ones. Raises ConfigError for a prompt that does not fit the context, or a setting
         that does not exist.
@@ -91,25 +105,28 @@ class Engine:
             if unknown:
                 raise ConfigError(f"generate: unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
             sampling = dataclasses.replace(sampling or self.default_sampling(), **settings)
+        sampling = sampling or self.default_sampling()
+        speculator = make_speculator(spec, self._draft_sources(draft, sampling))
         return Generation(
-            self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos, session=session
-        )
+            self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos,
+            session=session, speculator=speculator,
+        )  # fmt: skip
+
+    def _draft_sources(self, names: Sequence[str], sampling: SamplingParams) -> list:
+        check_draft_sources(names)
+        sources = []
+        for name in names:
+            if name == "lookup":
+                sources.append(LookupSource())
+            elif self.draft is not None:
+                sources.append(ModelSource(self.draft, sampling, self.max_context))
+        return sources
 
 
-def load(
-    path: str | Path | None = None,
-    *,
-    threads: int | None = None,
-    isa: str | None = None,
-    ctx: int | None = None,
-    kv: str = "f16",
-    expert_layout: str = "auto",
-) -> Engine:
-    """Open a model directory; without a path, the small model that ships with the package.
+def load(path: str | Path | None = None, **options) -> Engine:
+    """Open a model directory or file; without a path, the small model that ships with the package.
 
-    threads: None = one per usable physical CPU; isa: None = best tier of this CPU; ctx: positions, None = all the model
-    was made for; kv: "f16" or "f32"; expert_layout: "auto", "fast" or "compact" (half the
-    memory for 1- to 3-bit experts, slower). Raises an EngineError subclass that says what to do.
+    options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, draft_model ...). Raises an EngineError
+    subclass that says what to do.
     """
-    options = RuntimeConfig(threads, isa, ctx, kv, expert_layout)
-    return Engine(SHIPPED_MODEL if path is None else path, options)
+    return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(**options))

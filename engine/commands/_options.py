@@ -1,9 +1,11 @@
 """Options that several commands share."""
 
+import dataclasses
 from contextlib import contextmanager, nullcontext
 
 import click
 
+from ..config import RuntimeConfig
 from ._output import note, size
 
 
@@ -72,6 +74,12 @@ def _recording(loaded, path: str):
         yield
     header = trace.header
     note(f"route trace: {path}: {header.num_tokens} tokens of {header.num_layers} layers, {size(trace.num_bytes)}")
+
+
+def take_runtime(options: dict) -> dict:
+    """Remove the fields of RuntimeConfig from a command's options, and return them."""
+    names = [field.name for field in dataclasses.fields(RuntimeConfig) if field.name in options]
+    return {name: options.pop(name) for name in names}
 
 
 def format_notes(loaded) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 import click
 
 from ..errors import ConfigError
-from . import _options
+from . import _options, _speculation
 from ._output import decode_utf8, note, read_text_file, size, write, write_json
 
 # Option -> key of generation_config.json, where the two names differ.
@@ -93,6 +93,18 @@ def describe_stats(generation, finish_reason: str) -> str:
     )
 
 
+def describe_spec(stats) -> str:
+    """One line on what speculation did, and what it was worth."""
+    r = stats.report()
+    windows = ", ".join(f"{n} rows {count}" for n, count in r["windows"].items())
+    sources = ", ".join(f"{name} {s['accepted']}/{s['drafted']}" for name, s in r["sources"].items()) or "no drafts"
+    gain = f"; {r['gain']:.2f} x plain decode" if r["gain"] else ""
+    return (
+        f"spec: {r['rounds']} rounds of {r['ms_per_round']:.2f} ms, {r['tokens_per_round']:.2f} tokens a round; "
+        f"accepted {sources}; windows: {windows}{gain}"
+    )
+
+
 def report(loaded, prompt: str, generation, text: str, finish_reason: str, sources: dict) -> dict:
     """The --json object. Fields that were not reached before an interruption are null or empty."""
     if generation is None:
@@ -115,7 +127,7 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "expert_layout_reason": loaded.expert_layout.reason,
         "sampling": settings(generation.sampling),
         "sampling_sources": sources,
-        "stats": {**dataclasses.asdict(stats), **rates},
+        "stats": {**dataclasses.asdict(stats), **rates, "spec": stats.spec and stats.spec.report()},
     }
 
 
@@ -156,6 +168,8 @@ class Run:
             write_json(report(self.loaded, self.prompt, self.generation, text, reason, self.sources))
         elif text and not text.endswith("\n"):
             write("\n")
+        if self.generation is not None and self.generation.stats.spec is not None:
+            note(describe_spec(self.generation.stats.spec))
         note(describe_stats(self.generation, reason) if self.generation is not None else f"finish: {reason}")
 
 
@@ -178,18 +192,23 @@ class Run:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
 @_options.route_trace_option
+@_speculation.spec_options
 @_options.json_option
 @click.pass_context
-def generate(click_context, prompt, prompt_file, max_tokens, stop, ignore_eos, route_trace, as_json, **options):
+def generate(
+    click_context, prompt, prompt_file, max_tokens, stop, ignore_eos, route_trace, spec, draft, as_json, **options
+):
     """Continue PROMPT (or a file, or stdin) and print the new text.
 
     Sampler settings come from the model's generation_config.json unless an option sets them; those in use are printed
     on stderr. Ctrl-C ends the text cleanly with exit code 130.
     """
-    runtime = {name: options.pop(name) for name in ("model", "threads", "isa", "ctx", "kv", "expert_layout")}
+    runtime = {"model": options.pop("model")} | _options.take_runtime(options)
     run = Run(read_prompt(prompt, prompt_file), as_json)
     try:
-        run(runtime, options, route_trace, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos)
+        choices = _speculation.spec_choices(spec, draft, runtime["draft_model"])
+        limits = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos}
+        run(runtime, options, route_trace, **limits, **choices)
     except KeyboardInterrupt:
         run.finish(interrupted=True)
         click_context.exit(130)

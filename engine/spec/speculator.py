@@ -1,0 +1,130 @@
+"""Ties sources and policy together for one generation, and counts what happened."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..config import parse_spec
+from .drafts import MAX_ROWS, DraftSource
+from .policy import AutoPolicy, FixedPolicy
+
+
+@dataclass
+class SourceStats:
+    """Drafts of one source: proposed, and kept."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class SpecStats:
+    """What speculation did. Index of the lists: position in the window (acceptance) or number of rows (windows, ms)."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_s: float = 0.0
+    windows: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
+    window_ms: list[float] = field(default_factory=lambda: [0.0] * (MAX_ROWS + 1))
+    offered_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
+    sources: dict[str, SourceStats] = field(default_factory=dict)
+
+    def report(self) -> dict:
+        """For --json: counts, rates, and by window length the rounds and mean ms."""
+        rounds, total_ms = max(self.rounds, 1), sum(self.window_ms)
+        plain_ms = self.window_ms[1] / self.windows[1] if self.windows[1] else None
+        ms_per_round, tokens_per_round = total_ms / rounds, self.tokens / rounds
+        gain = tokens_per_round * plain_ms / ms_per_round if plain_ms and ms_per_round else None
+        return {
+            "rounds": self.rounds,
+            "ms_per_round": ms_per_round,
+            "tokens_per_round": tokens_per_round,
+            "plain_ms_per_token": plain_ms,
+            "gain": gain,  # tokens per round / (ms per round / ms per token); None where no plain step was measured
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "draft_s": self.draft_s,
+            "acceptance_by_position": [
+                a / o if o else None for a, o in zip(self.accepted_at, self.offered_at, strict=True)
+            ][: MAX_ROWS - 1],
+            "windows": {n: count for n, count in enumerate(self.windows) if count},
+            "ms_by_window": {n: self.window_ms[n] / count for n, count in enumerate(self.windows) if count},
+            "sources": {name: vars(s) for name, s in self.sources.items()},
+        }
+
+
+class Window:
+    """Rows to verify: ids int32 [R], row 0 = the last accepted token. Made by Speculator.window."""
+
+    __slots__ = ("ids", "key", "started")
+
+    def __init__(self, ids: np.ndarray, key, started: float):
+        self.ids, self.key, self.started = ids, key, started
+
+
+class Speculator:
+    """One generation's sources (the first that offers something is used) and policy."""
+
+    def __init__(self, sources: list[DraftSource], policy):
+        self.sources, self.policy, self.stats = sources, policy, SpecStats()
+
+    def window(self, text: np.ndarray, room: int) -> Window:
+        """text: int32 [n], all tokens so far; room: tokens that may still be emitted, >= 1."""
+        started = time.perf_counter()
+        limit = min(self.policy.max_rows(), room) - 1
+        for source in self.sources if limit > 0 else ():
+            offer = source.offer(text, limit)
+            if offer is None:
+                continue
+            key = (source.name, offer.bucket)
+            rows = self.policy.rows(key, offer.count, source.ms_per_draft)
+            drafts = source.draft(rows - 1) if rows > 1 else []
+            self.stats.draft_s += time.perf_counter() - started
+            return Window(np.array([text[-1], *drafts], np.int32), key, started)
+        return Window(text[-1:], None, started)
+
+    def commit(self, window: Window, num_picked: int) -> None:
+        """The window emitted num_picked tokens: its accepted drafts and the model's own next one."""
+        ms = (time.perf_counter() - window.started) * 1e3
+        rows, drafts, accepted, s = len(window.ids), len(window.ids) - 1, num_picked - 1, self.stats
+        self.policy.record(window.key, rows, drafts, accepted, ms)
+        s.rounds += 1
+        s.tokens += num_picked
+        s.drafted += drafts
+        s.accepted += accepted
+        s.windows[rows] += 1
+        s.window_ms[rows] += ms
+        for i in range(min(accepted + 1, drafts)):
+            s.offered_at[i] += 1
+            s.accepted_at[i] += i < accepted
+        if drafts:
+            source = s.sources.setdefault(window.key[0], SourceStats())
+            source.drafted += drafts
+            source.accepted += accepted
+
+
+class _Plain:
+    """No speculation: every window is the last token alone."""
+
+    stats = None
+
+    def window(self, text: np.ndarray, room: int) -> Window:
+        return Window(text[-1:], None, 0.0)
+
+    def commit(self, window: Window, num_picked: int) -> None:
+        """Nothing to count."""
+
+
+PLAIN = _Plain()
+
+
+def make_speculator(spec, sources: list[DraftSource]):
+    """spec: rows of a window (0 and 1: plain decode) or "auto"."""
+    rows = parse_spec(spec)
+    if rows in (0, 1):
+        return PLAIN
+    return Speculator(sources, AutoPolicy() if rows == "auto" else FixedPolicy(rows))

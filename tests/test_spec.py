@@ -1,0 +1,260 @@
+"""Speculation never changes a token, a logit or a finish reason; it counts what happened; auto gives up in time.
+
+scripts/prove_spec.py runs the whole matrix of window lengths, sources, prompts and samplers.
+"""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import spec_tools
+from cli_program import assert_error, run
+
+import engine
+from engine.errors import ConfigError
+from engine.runtime import SHIPPED_MODEL
+from engine.sampler import SamplingParams
+from engine.spec import AutoPolicy, FixedPolicy, LookupSource, Speculator, make_speculator
+from engine.spec.probes import OracleSource, RandomSource
+
+GREEDY = spec_tools.GREEDY
+DRAWN = SamplingParams(temperature=0.9, top_p=0.95, repeat_penalty=1.1, seed=7)
+PROMPTS = [
+    "In the beginning", "And it came to pass", "The Lord said unto Moses,", "a a a a a a a a a a a a", "1, 2, 3, 4, 5,",
+    "The :func:`open`", "NAME\n       ls - list", "=====\n=====\n", "- one\n- two\n- three\n", "hacker: n.",
+    "if x:\n    return x\nelse:\n", "Verily I say unto you", "x", "\n\n\n\n", ".. function:: f(x)\n", "SYNOPSIS\n",
+    "He said, He said, He said,", "The quick brown fox", "Python 3", "0 0 0 1 0 0 0 1 0 0 0 1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return engine.load(threads=1)
+
+
+@pytest.fixture(scope="module")
+def plain(shipped):
+    """plain(prompt, sampling, options ...) -> the run without drafts, once each."""
+    made = {}
+
+    def call(prompt, sampling=GREEDY, **options):
+        key = (prompt, sampling, *options.items())
+        if key not in made:
+            made[key] = spec_tools.run(shipped, prompt, sampling=sampling, **options)
+        return made[key]
+
+    return call
+
+
+# ---- the text never changes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(len(PROMPTS)))
+def test_tokens_and_logits_are_those_of_plain_decode(shipped, plain, index):
+    """256 tokens; window length, source and sampler go round with the prompt, so that all pairs of them occur."""
+    prompt, length = PROMPTS[index], {"max_tokens": 256, "ignore_eos": True}
+    for turn, name in enumerate(spec_tools.SOURCES):
+        rows = (*range(2, 9), "auto")[(index + 3 * turn) % 8]
+        sampling = (GREEDY, DRAWN)[(index // 2 + turn) % 2]
+        expected = plain(prompt, sampling, **length)
+        stats = spec_tools.assert_same(shipped, prompt, rows, name, expected, sampling=sampling, **length)
+        assert stats.tokens == 255
+        if name == "oracle" and rows != "auto":
+            assert stats.accepted == stats.drafted > 0
+        if name == "random" and rows != "auto":
+            assert stats.drafted > 100 and stats.accepted < 5
+
+
+@pytest.mark.parametrize("rows", range(2, 9))
+def test_every_length_ends_where_plain_decode_ends(shipped, plain, rows):
+    """--max-tokens that are no multiple of the window, the end of the context, a stop text, an end-of-text token."""
+    for max_tokens in (1, 2, rows, rows + 1, 3 * rows - 1):
+        options = {"max_tokens": max_tokens, "ignore_eos": True}
+        stats = spec_tools.assert_same(shipped, "In the", rows, "oracle", plain("In the", **options), **options)
+        assert stats.tokens == max_tokens - 1
+    long = list(range(2, 2 + shipped.max_context - 11))
+    spec_tools.assert_same(shipped, long, rows, "oracle", plain_run := spec_tools.run(shipped, long))
+    assert plain_run[1] in ("context", "eos")
+    options = {"max_tokens": 64, "stop": "the LORD", "ignore_eos": True}
+    expected = plain("And the word", **options)
+    assert expected[1] == "stop"
+    spec_tools.assert_same(shipped, "And the word", rows, "oracle", expected, **options)
+
+
+def test_an_end_of_text_token_inside_a_window_ends_the_text(shipped, monkeypatch):
+    expected = spec_tools.run(shipped, "In the", max_tokens=64)
+    monkeypatch.setattr(shipped.tokenizer, "eos_ids", {expected[0][9]})
+    ended = spec_tools.run(shipped, "In the", max_tokens=64)
+    assert ended[1] == "eos" and ended[0] == expected[0][: len(ended[0])] and len(ended[0]) <= 9
+    known = expected[4]
+    speculator = Speculator([OracleSource([*known.prompt_token_ids, *known.token_ids])], FixedPolicy(8))
+    assert spec_tools.run(shipped, "In the", speculator, max_tokens=64)[:4] == ended[:4]
+
+
+def test_a_draft_model_changes_nothing(shipped, plain):
+    drafting = engine.load(threads=1, draft_model=SHIPPED_MODEL)
+    for sampling in (GREEDY, DRAWN):
+        expected = plain("In the beginning", sampling, max_tokens=96, ignore_eos=True)
+        generation = drafting.generate(
+            "In the beginning", sampling=sampling, max_tokens=96, ignore_eos=True, spec=4, draft=["model"]
+        )
+        assert "".join(generation) == expected[2] and generation.token_ids == expected[0]
+        stats = generation.stats.spec
+        # The model itself, with the same draws: every draft is right.
+        assert stats.accepted == stats.drafted > 60 and stats.sources["model"].accepted == stats.accepted
+
+
+def test_two_generations_of_one_engine_do_not_disturb_each_other(shipped, plain):
+    options = {"max_tokens": 60, "ignore_eos": True}
+    prompts = ("In the beginning", "SYNOPSIS\n")
+    running = [shipped.generate(p, sampling=GREEDY, spec=8, **options) for p in prompts]
+    texts = ["", ""]
+    for pieces in itertools.zip_longest(*running, fillvalue=""):
+        texts = [a + b for a, b in zip(texts, pieces, strict=True)]
+    assert texts == [plain(p, GREEDY, **options)[2] for p in prompts]
+
+
+# ---- sources -----------------------------------------------------------------------------------------------
+
+
+def lookup(tokens, count=4, min_match=3):
+    found = LookupSource(min_match)
+    text = np.array(tokens, np.int32)
+    offer = found.offer(text, count)
+    return offer and found.draft(offer.count)
+
+
+def test_lookup_copies_what_followed():
+    assert lookup([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]) == [4, 5, 6, 9]
+    assert lookup([1, 2, 3, 4, 9, 2, 3]) is None  # two tokens agree, three are needed
+    assert lookup([1, 2, 3]) is None and lookup([]) is None
+    assert lookup([7] * 5) == [7] * 4  # goes on with its own copy
+    assert lookup([1, 2, 1, 2, 1, 2], min_match=2) == [1, 2, 1, 2]
+    # The longest match wins over a later one, the later one among equals.
+    assert lookup([9, 1, 2, 3, 4, 0, 8, 1, 2, 3, 5, 0, 9, 1, 2, 3], count=1) == [4]
+    assert lookup([8, 1, 2, 3, 4, 0, 8, 1, 2, 3, 5, 0, 8, 1, 2, 3], count=1) == [5]
+
+
+def test_lookup_indexes_as_the_text_grows_like_all_at_once():
+    text = np.random.default_rng(3).integers(0, 4, 400).astype(np.int32)
+    growing = LookupSource()
+    for n in range(1, len(text)):
+        offer, fresh = growing.offer(text[:n], 5), LookupSource()
+        assert offer == fresh.offer(text[:n], 5)
+        if offer:
+            assert growing.draft(5) == fresh.draft(5)
+
+
+# ---- policy ------------------------------------------------------------------------------------------------
+
+
+def simulate(policy, right, rounds=2000, ms=lambda rows: 1 + 0.2 * (rows - 1)):
+    """Decode with made-up costs; right(i): whether the draft for token i is right. (ms, tokens, rows of each round)."""
+    total, tokens, used = 0.0, 0, []
+    for _ in range(rounds):
+        rows = policy.rows(("test", 0), 7, 0.0)
+        accepted = 0
+        while accepted < rows - 1 and right(tokens + accepted):
+            accepted += 1
+        policy.record(("test", 0), rows, rows - 1, accepted, ms(rows))
+        total, tokens = total + ms(rows), tokens + accepted + 1
+        used.append(rows)
+    return total, tokens, used
+
+
+@pytest.mark.parametrize("rounds", [50, 200, 2000])
+@pytest.mark.parametrize("row_ms", [0.05, 0.3, 1.0, 3.0])
+def test_auto_loses_little_where_drafts_never_hit(rounds, row_ms):
+    total, tokens, _ = simulate(AutoPolicy(), lambda i: False, rounds, lambda rows: 1 + row_ms * (rows - 1))
+    assert total <= 1.03 * tokens + 4 * max(row_ms, 1)
+
+
+@pytest.mark.parametrize("row_ms", [0.05, 0.15, 0.3])
+def test_auto_comes_close_to_the_best_fixed_length(row_ms):
+    random = np.random.default_rng(1).random(20000)
+
+    def rate(policy, chance):
+        total, tokens, _ = simulate(policy, lambda i: random[i % 20000] < chance, ms=lambda n: 1 + row_ms * (n - 1))
+        return tokens / total
+
+    for chance in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0):
+        best = max(rate(FixedPolicy(n), chance) for n in range(1, 9))
+        assert rate(AutoPolicy(), chance) >= 0.95 * best, chance
+
+
+def test_auto_returns_when_drafts_begin_to_hit():
+    policy = AutoPolicy()
+    _, turned, _ = simulate(policy, lambda i: False, 1000)
+    _, _, used = simulate(policy, lambda i: True, 1000)
+    assert used[-1] == 8 and np.mean(used) > 6 and turned >= 1000
+    assert any(after > 1 for _, _, after, _ in policy.switches) and policy.reason
+
+
+def test_a_draft_that_costs_more_than_it_gives_is_not_made():
+    policy = AutoPolicy()
+    for _ in range(300):
+        rows = policy.rows(("slow", 0), 7, 2.0)
+        policy.record(("slow", 0), rows, rows - 1, rows - 1, 1 + 0.1 * (rows - 1) + 2.0 * (rows - 1))
+    assert policy.rows(("slow", 0), 7, 2.0) == 1
+
+
+# ---- figures and refusals ----------------------------------------------------------------------------------
+
+
+def test_report_counts_what_happened(shipped):
+    expected = spec_tools.run(shipped, "In the", max_tokens=81, ignore_eos=True)[4]
+    known = [*expected.prompt_token_ids, *expected.token_ids]
+    speculator = Speculator([OracleSource(known)], FixedPolicy(5))
+    spec_tools.run(shipped, "In the", speculator, max_tokens=81, ignore_eos=True)
+    found = speculator.stats.report()
+    assert (found["rounds"], found["drafted"], found["accepted"]) == (16, 64, 64)
+    assert found["tokens_per_round"] == 5 and found["windows"] == {5: 16} and list(found["ms_by_window"]) == [5]
+    assert found["acceptance_by_position"] == [1.0] * 4 + [None] * 3
+    assert found["sources"] == {"oracle": {"drafted": 64, "accepted": 64}} and found["gain"] is None
+
+
+def test_acceptance_by_position_counts_only_drafts_that_were_reached():
+    speculator = Speculator([RandomSource(100)], FixedPolicy(4))
+    for picked in (1, 2, 4):
+        speculator.commit(speculator.window(np.array([1, 2], np.int32), 9), picked)
+    assert speculator.stats.report()["acceptance_by_position"][:3] == [2 / 3, 1 / 2, 1.0]
+
+
+def test_command_line():
+    plain_run = run("generate", "He said, He said,", "-n", 40, "--temperature", 0, "--json")
+    done = run("generate", "He said, He said,", "-n", 40, "--temperature", 0, "--json", "--spec", "4")
+    ours, theirs = json.loads(done.stdout), json.loads(plain_run.stdout)
+    assert ours["token_ids"] == theirs["token_ids"] and theirs["stats"]["spec"] is None
+    assert ours["stats"]["spec"]["rounds"] >= 1 and "tokens a round" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--spec", "9"), "expected 0 to 8"),
+        (("--spec", "-1"), "expected 0 to 8"),
+        (("--spec", "fast"), "expected 0 to 8"),
+        (("--draft", "lookup"), "do nothing without --spec"),
+        (("--spec", "4", "--draft", "oracle"), "expected one or more of lookup, model"),
+        (("--spec", "4", "--draft", "model"), "needs --draft-model"),
+        (("--spec", "4", "--draft", "lookup", "--draft-model", "x"), "does nothing with --draft lookup"),
+    ],
+)
+def test_refusals(options, text):
+    assert_error(run("generate", "x", "-n", 1, *options), text)
+
+
+def test_a_draft_model_with_other_tokens_is_refused_with_the_first_difference(tmp_path):
+    import tiny_models
+
+    from converters.hf import convert
+
+    tiny_models.make_hf_dir(tmp_path / "hf", "mha_base")
+    convert(tmp_path / "hf", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"token \d+ is .* there and .* in the model"):
+        engine.load(threads=1, draft_model=tmp_path / "other")
+
+
+def test_zero_and_one_are_plain_decode():
+    assert make_speculator(0, []) is make_speculator("1", []) and make_speculator(0, []).stats is None
