@@ -37,7 +37,7 @@ def golden_logits(model, file):
     kv, prompt = model.new_kv(len(file["prompt_ids"]) + len(file["greedy_ids"]), "f32"), file["prompt_ids"]
     rows = [model.forward(prompt.astype(np.int32), kv, 0, logits="all").copy()]
     for i, token in enumerate(file["greedy_ids"][:-1]):
-        rows.append(decode_step(model, kv, int(token), len(prompt) + i).copy())
+        rows.append(decode_step(model, kv, np.array([token], np.int32), len(prompt) + i).copy())
     return np.concatenate(rows)
 
 

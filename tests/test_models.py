@@ -46,7 +46,7 @@ def run(model_engine, file):
     prompt, greedy = file["prompt_ids"].astype(np.int32), file["greedy_ids"]
     rows = [model.forward(prompt, kv, 0, logits="all").copy()]
     for i, token in enumerate(greedy[:-1]):
-        rows.append(decode_step(model, kv, int(token), len(prompt) + i).copy())
+        rows.append(decode_step(model, kv, np.array([token], np.int32), len(prompt) + i).copy())
     return np.concatenate(rows)
 
 
