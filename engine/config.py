@@ -20,7 +20,8 @@ class RuntimeConfig:
     isa: exact CPU tier; None = MILLSTREAM_ISA when set (for tests), else the best this CPU runs.
     ctx: positions kept in the KV cache; None = the model's max_position_embeddings.
     kv: element type of the KV cache, "f16" or "f32".
-    expert_layout: "fast" = experts re-coded to strips at load, "compact" = storage rows re-coded in every call, "auto".
+    expert_layout: "fast" = experts re-coded to strips when first used, "compact" = storage rows re-coded in every
+    call, "auto".
     draft_model: directory or file of a small model that drafts tokens for speculation.
     """
 

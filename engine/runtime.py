@@ -38,7 +38,7 @@ class Engine:
         self.context = Context(options.isa, options.threads)
         memory = memory_for_experts(self.files)
         self.expert_layout = choose_expert_layout(options.expert_layout, self.files, self.context, memory)
-        loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
+        loader = self.loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
         max_tokens = min(PREFILL_TOKENS, self.max_context)
         self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
         self.tokenizer = Tokenizer.from_dir(

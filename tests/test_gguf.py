@@ -154,3 +154,44 @@ def test_a_key_that_may_change_the_mathematics_is_refused(tmp_path):
     gguf_models.write_gguf(path, "mha_base", edit=lambda w: w.add_float32("olmoe.attention.new_rule", 2.0))
     with pytest.raises(ConfigError, match=r"olmoe\.attention\.new_rule"):
         open_model(path)
+
+
+def first_logits(files, compact, tokens=5):
+    context = Context()
+    loader = WeightLoader(files, context, compact_experts=compact)
+    model = family(files.architecture).Model(files.config, loader, context, 64, 64)
+    kv = model.new_kv(16)
+    rows = [model.forward(np.arange(tokens, dtype=np.int32), kv, 0, logits="all").copy()]
+    rows.append(model.forward(np.array([9], np.int32), kv, tokens).copy())
+    return loader, np.concatenate(rows)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, Type.Q5_1, Type.F16])
+def test_fast_and_compact_experts_give_the_same_bits(tmp_path, kind):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "gqa_norm", {"ffn": kind})
+    fast, want = first_logits(open_model(path), False)
+    compact, got = first_logits(open_model(path), True)
+    np.testing.assert_array_equal(got, want)
+    assert compact.recoder is None
+    assert (fast.recoder is None) == (kind == Type.F16)  # float rows are what kernels read: nothing to re-code
+
+
+def test_experts_are_recoded_when_first_used(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "mha_base", {"ffn": Type.Q4_0})
+    files, context = open_model(path), Context()
+    loader = WeightLoader(files, context)
+    calls = []
+    model = family("olmoe").Model(files.config, loader, context, 64, 64)
+    loader.recoder.progress = lambda *now: calls.append(now)
+    expert_bytes = sum(files.record(f"layers.0.mlp.experts.0.{p}_proj").nbytes for p in ("gate", "up", "down"))
+    assert loader.recoder.done_bytes == 0 and loader.recoder.total_bytes == 16 * expert_bytes
+    model.forward(np.array([3], np.int32), model.new_kv(8), 0)
+    assert loader.recoder.done_bytes == 2 * 2 * expert_bytes  # two of eight experts in each of two layers
+    assert [done for done, _, _ in calls] == [expert_bytes * i for i in range(1, 5)]
+    model.forward(np.arange(64, dtype=np.int32), model.new_kv(64), 0)
+    assert loader.recoder.done_bytes <= loader.recoder.total_bytes
+    before = loader.recoder.done_bytes
+    model.forward(np.arange(64, dtype=np.int32), model.new_kv(64), 0)
+    assert loader.recoder.done_bytes == before

@@ -17,6 +17,8 @@ import numpy as np
 from .architectures import EXPERT_PARTS, expert_matrix_name
 from .errors import MissingTensorError, TruncatedFileError, UnreadableFileError
 
+_FAULT_AROUND_BYTES = 64 << 10  # what Linux maps around a page fault in a file
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
@@ -126,6 +128,7 @@ class ModelFiles:
         self.files: dict[str, int] = {}
         self.tied_head = False
         self._maps: dict[str, np.ndarray] = {}
+        self._mappings: dict[str, mmap.mmap] = {}
 
     @property
     def file_bytes(self) -> int:
@@ -149,13 +152,26 @@ class ModelFiles:
                     # Touching a page past the end would kill the process instead of raising.
                     raise TruncatedFileError(f"{self.path_of(file)}: the file became shorter while it was in use")
                 mapping = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-            self._maps[file] = np.frombuffer(mapping, np.uint8)
+            self._mappings[file], self._maps[file] = mapping, np.frombuffer(mapping, np.uint8)
         return self._maps[file]
 
     def read(self, name: str) -> np.ndarray:
         """The tensor's bytes: a read-only uint8 view of the mapped file [nbytes], no copy."""
         record = self.record(name)
         return self._mapped(record.file)[record.offset : record.offset + record.nbytes]
+
+    def release(self, name: str) -> None:
+        """Give back the pages of a tensor that was read through the mapping; a later read brings them in again.
+
+        The pages around it go too: a page fault maps neighbours, and those of tensors read before would stay.
+        """
+        record = self.record(name)
+        mapping = self._mappings.get(record.file)
+        if mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = record.offset // _FAULT_AROUND_BYTES * _FAULT_AROUND_BYTES
+        end = -(-(record.offset + record.nbytes) // _FAULT_AROUND_BYTES) * _FAULT_AROUND_BYTES
+        mapping.madvise(mmap.MADV_DONTNEED, start, min(end, len(mapping)) - start)
 
     def read_into(self, name: str, out: np.ndarray) -> None:
         """Copy the tensor's bytes into `out` (uint8, at least nbytes) through read calls, not through a mapping.
@@ -190,3 +206,4 @@ class ModelFiles:
     def close(self) -> None:
         """Drop the mappings; views handed out keep theirs alive."""
         self._maps.clear()
+        self._mappings.clear()

@@ -3,17 +3,24 @@
 import numpy as np
 
 from ..errors import WeightsError
-from ..experts import ResidentExperts
+from ..experts import LazyExperts, Recoder, ResidentExperts
 from ..kernels import Context, Matrix, aligned_empty
 from ..layers import Vector
 from .architectures import EXPERT_PARTS, expert_matrix_name
 
+_FLOATS = ("f32", "f16", "bf16")  # their storage rows are what kernels read
+
 
 class WeightLoader:
-    """files: what engine.weights.open_model returned. compact_experts: keep storage rows of experts as they are."""
+    """files: what engine.weights.open_model returned.
+
+    compact_experts: keep storage rows of experts as they are; otherwise each expert is re-coded when it is first used.
+    recoder: what does that, and counts; None when there is nothing to re-code.
+    """
 
     def __init__(self, files, context: Context, *, compact_experts: bool = False):
         self.files, self.context, self.compact_experts = files, context, compact_experts
+        self.recoder: Recoder | None = None
 
     def _record(self, name: str, shape: tuple[int, ...]):
         record = self.files.tensors.get(name)
@@ -25,11 +32,14 @@ class WeightLoader:
         return record
 
     def vector(self, name: str, size: int) -> Vector:
-        """float32 [size]; stored as f32."""
+        """float32 [size]; stored as f32, or in 16 bits, which float32 holds exactly."""
         record = self._record(name, (size,))
-        if record.format != "f32":
-            raise WeightsError(f"{self.files.path}: tensor {name} is {record.format}, expected f32")
-        return Vector(self.files.read(name).view(np.float32).copy())
+        if record.format not in _FLOATS:
+            raise WeightsError(f"{self.files.path}: tensor {name} is {record.format}, expected f32, f16 or bf16")
+        data = self.files.read(name).copy()  # a mapped file may hold it at any address
+        if record.format == "f32":
+            return Vector(data.view(np.float32))
+        return Vector(self.context.to_f32(data.view(np.uint16), record.format))
 
     def matrix(
         self, name: str, rows: int, cols: int, *, mapped: bool = False, compact: bool = False, bias: bool = False
@@ -46,16 +56,32 @@ class WeightLoader:
         record = self._record(name, (rows, cols))
         data = self.files.read(name)
         if record.layout is None:
-            return self.context.matrix(record.format, data, rows, cols, compact)
+            as_it_is = compact or (mapped and record.format in _FLOATS)
+            matrix = self.context.matrix(record.format, data, rows, cols, as_it_is)
+            if not as_it_is:
+                self.files.release(name)
+            return matrix
         if not mapped:
             own = aligned_empty(data.nbytes)
             own[:] = data
             data = own
         return Matrix(self.context, record.layout, data, rows, cols, record.format)
 
-    def experts(self, layer: int, num_experts: int, width: int, hidden_size: int) -> ResidentExperts:
-        """The routed experts of a layer, gate and up [width, hidden], down [hidden, width]."""
+    def experts(self, layer: int, num_experts: int, width: int, hidden_size: int):
+        """The routed experts of a layer, gate and up [width, hidden], down [hidden, width]: an object with the `run` of
+        ResidentExperts."""
         shapes = ((width, hidden_size), (width, hidden_size), (hidden_size, width))
+        records = [
+            tuple(
+                self._record(expert_matrix_name(layer, e, part), shape)
+                for part, shape in zip(EXPERT_PARTS, shapes, strict=True)
+            )
+            for e in range(num_experts)
+        ]
+        rows = (r for expert in records for r in expert if r.layout is None and r.format not in _FLOATS)
+        if not self.compact_experts and any(rows):
+            self.recoder = self.recoder or Recoder(self.files, self.context)
+            return LazyExperts(self.recoder, records)
         return ResidentExperts(
             [
                 tuple(
