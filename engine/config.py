@@ -9,6 +9,7 @@ ISA_VARIABLE = "MILLSTREAM_ISA"
 MAX_THREADS = 1024
 DRAFT_SOURCES = ("lookup", "model")  # in the order in which they are asked
 MAX_WINDOW_ROWS = 8  # rows of a verify window: as many as one kernel call takes
+MAX_READERS = 64
 _MAX_INTEGER = (1 << 31) - 1  # sizes and positions are C ints in the native code
 
 
@@ -23,6 +24,9 @@ class RuntimeConfig:
     expert_layout: "fast" = experts re-coded to strips when first used, "compact" = storage rows re-coded in every
     call, "auto".
     draft_model: directory or file of a small model that drafts tokens for speculation.
+    ram: GiB that this process may take; None = what it can have without swapping or being killed.
+    expert_slots: experts in memory; None = as many as ram allows, or all of them without streaming.
+    io: how experts are read: "auto", "direct", "buffered" or "mmap". readers: threads that read; None = default.
     """
 
     threads: int | None = None
@@ -31,6 +35,10 @@ class RuntimeConfig:
     kv: str = "f16"
     expert_layout: str = "auto"
     draft_model: str | None = None
+    ram: float | None = None
+    expert_slots: int | None = None
+    io: str = "auto"
+    readers: int | None = None
 
     def __post_init__(self):
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
@@ -41,6 +49,12 @@ class RuntimeConfig:
             raise ConfigError(f"kv: got {self.kv!r}, expected f16 or f32")
         if self.expert_layout not in ("auto", "fast", "compact"):
             raise ConfigError(f"expert_layout: got {self.expert_layout!r}, expected auto, fast or compact")
+        if self.ram is not None and not 0 < self.ram < 1 << 20:
+            raise ConfigError(f"ram: got {self.ram}, expected GiB, more than 0")
+        if self.io not in ("auto", "direct", "buffered", "mmap"):
+            raise ConfigError(f"io: got {self.io!r}, expected auto, direct, buffered or mmap")
+        if self.readers is not None and not 1 <= self.readers <= MAX_READERS:
+            raise ConfigError(f"readers: got {self.readers}, expected 1 to {MAX_READERS}")
         if self.isa is None and os.environ.get(ISA_VARIABLE):
             object.__setattr__(self, "isa", os.environ[ISA_VARIABLE])
 

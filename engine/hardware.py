@@ -293,3 +293,9 @@ def peak_rss_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """Return the resident set of this process now, file pages included."""
+    pages = (_read(Path("/proc/self/statm")) or "0 0").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .config import DRAFT_SOURCES, RuntimeConfig, check_draft_sources
 from .errors import ConfigError
-from .experts.layout import choose_expert_layout, memory_for_experts
+from .experts.stream import plan_experts
 from .generate import Generation
 from .kernels import Context
 from .kv_cache import KVCache
@@ -20,6 +20,7 @@ from .spec.draft_model import ModelSource, check_same_tokens
 from .tokenizer import Tokenizer
 from .weights import open_model
 from .weights.loader import WeightLoader
+from .weights.stream_loader import StreamLoader
 
 SHIPPED_MODEL = Path(__file__).parent / "data" / "tiny-moe" / "snapshot"
 PREFILL_TOKENS = 512  # tokens of one forward call; the result does not depend on it
@@ -36,9 +37,11 @@ class Engine:
         model_module = family(self.files.architecture)
         self.max_context = self._context_length(options.ctx)
         self.context = Context(options.isa, options.threads)
-        memory = memory_for_experts(self.files)
-        self.expert_layout = choose_expert_layout(options.expert_layout, self.files, self.context, memory)
-        loader = self.loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
+        self.expert_layout, self.stream = plan_experts(self.files, self.context, options, self.max_context)
+        if self.stream:
+            loader = self.loader = StreamLoader(self.files, self.context, self.stream)
+        else:
+            loader = self.loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
         max_tokens = min(PREFILL_TOKENS, self.max_context)
         self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
         self.tokenizer = Tokenizer.from_dir(
@@ -48,6 +51,8 @@ class Engine:
             model_vocab_size=self.model.config.vocab_size,
         )
         self.draft = self._load_draft(options)
+        if self.stream:
+            self.stream.open(self.model, self.new_kv().num_bytes)
         self.load_s = time.perf_counter() - started
 
     def _load_draft(self, options: RuntimeConfig) -> "Engine | None":

@@ -96,6 +96,8 @@ void moe_pool_destroy(struct moe_pool *pool);
 void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg);
 /* Scratch of at least that many bytes, contents undefined; NULL when memory is short. */
 void *moe_scratch(struct moe_ctx *ctx, size_t bytes);
+/* Round to nearest with subnormals on, for threads that are not the pool's. */
+void moe_float_defaults(void);
 /* Bracket of every public call: takes the context's lock, sets round-to-nearest with subnormals on, and restores. */
 uint32_t moe_enter(struct moe_ctx *ctx);
 int moe_leave(struct moe_ctx *ctx, uint32_t saved, int status);

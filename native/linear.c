@@ -134,6 +134,12 @@ int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, 
     return moe_leave(ctx, saved, MOE_OK);
 }
 
+void moe_encode_serial(void *out, const struct moe_format *format, const struct moe_layout *layout, const void *rows_in,
+                       int rows, int cols) {
+    struct encode_job job = {out, rows_in, format, layout, moe_row_bytes(format, cols), layout->strip_bytes(cols), rows, cols};
+    encode_strips(&job, 0, ((int64_t)rows + layout->strip_rows - 1) / layout->strip_rows);
+}
+
 struct quantize_job {
     const struct moe_vector_ops *vec;
     const struct moe_format *format;

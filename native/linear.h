@@ -12,6 +12,10 @@ int moe_matrix_ok(const struct moe_matrix *w);
 void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count,
                   int cols);
 
+/* moe_encode on the calling thread, arguments checked before. */
+void moe_encode_serial(void *out, const struct moe_format *format, const struct moe_layout *layout, const void *rows_in,
+                       int rows, int cols);
+
 static inline size_t moe_row_bytes(const struct moe_format *f, int cols) { /* storage bytes of one row */
     return (size_t)(cols / f->block_len) * (size_t)f->block_bytes + (size_t)f->row_extra_bytes;
 }

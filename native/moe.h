@@ -20,7 +20,8 @@ enum moe_status {
     MOE_NO_MEMORY = -3,
     MOE_NO_KERNEL = -4,
     MOE_NONFINITE = -5,
-    MOE_NO_THREAD = -6
+    MOE_NO_THREAD = -6,
+    MOE_IN_USE = -7
 };
 
 struct moe_ctx;
@@ -179,6 +180,74 @@ int moe_experts_combine(struct moe_ctx *ctx, float *y, const float *out, const f
                         int num_experts_per_tok, int hidden_size);
 /* MOE_OK, or MOE_NONFINITE. */
 int moe_check_finite(struct moe_ctx *ctx, const float *x, int64_t n);
+
+/* ---- expert streamer (streamer.c) ---- */
+enum { MOE_STREAM_PIECES = 3, MOE_STREAM_EARLY_END = -1 };
+/* Bytes [offset, offset + nbytes) of a file. They are read in whole pages of 4096 to slot_offset, a multiple of 4096, so
+ * the first of them lies at slot_offset + offset % 4096. */
+struct moe_stream_piece {
+    int32_t file;        /* number from moe_streamer_add_file */
+    int64_t offset;
+    int64_t nbytes;
+    int64_t slot_offset;
+};
+/* nbytes of storage rows at `from` in a piece become strips at `to` in the slot (a multiple of 64). format NULL: they
+ * are strips already. */
+struct moe_stream_recode {
+    const struct moe_format *format;
+    const struct moe_layout *layout;
+    int32_t rows, cols;
+    int32_t piece;
+    int64_t from, to, nbytes;
+};
+/* Where an expert lies. Without recodes its pieces are read into the slot, with them into a buffer of the streamer's. */
+struct moe_stream_expert {
+    int32_t num_pieces, num_recodes;
+    struct moe_stream_piece pieces[MOE_STREAM_PIECES];
+    struct moe_stream_recode recodes[MOE_STREAM_PIECES];
+};
+struct moe_stream_event {
+    int64_t key;
+    int32_t slot;
+    int32_t error;        /* 0: resident. Otherwise errno or MOE_STREAM_EARLY_END, and the slot is free again */
+    int32_t error_file;
+    int64_t error_offset;
+};
+struct moe_stream_stats {
+    int64_t experts, reads, calls;    /* requests begun, their pieces, read calls (chunks) */
+    int64_t bytes, speculative_bytes; /* wanted bytes of chunks that arrived; bytes includes the speculative ones */
+    int64_t service_ns, busy_ns;      /* in reads: summed over readers; at least one under way */
+    int64_t recode_ns, wait_ns;       /* re-coding by readers; callers of moe_streamer_next asleep */
+    int64_t retries, failures, direct_refused;
+    int64_t free_slots, used_slots, unfinished; /* now: free, with a use count, requests not heard of */
+};
+struct moe_stream_fault { /* for tests: what to do to reads */
+    int32_t fail_percent, error, short_percent, max_sleep_us;
+    uint64_t seed;
+};
+/* experts [num_experts] stay the caller's and are indexed by key. slot_bytes, staging_bytes (0: nothing is re-coded) and
+ * chunk_bytes are multiples of 4096; num_readers + 2 staging buffers are made. NULL with *error set. */
+struct moe_streamer *moe_streamer_create(const struct moe_stream_expert *experts, int64_t num_experts, int num_slots,
+                                         int64_t slot_bytes, int64_t staging_bytes, int num_readers, int64_t chunk_bytes,
+                                         const char **error);
+void moe_streamer_destroy(struct moe_streamer *s); /* reads under way are waited for */
+/* The number of the file, or a status. direct_fd -1: none. mapping: NULL, or the file's bytes to copy from instead. */
+int moe_streamer_add_file(struct moe_streamer *s, int direct_fd, int buffered_fd, const void *mapping);
+void *moe_streamer_slot(struct moe_streamer *s, int slot);
+/* Read experts keys[i] into slots[i], in this order. Slots are free, or resident and not in use; else MOE_IN_USE and
+ * nothing is done. A wanted request holds one use of its slot; a speculative one none. */
+int moe_streamer_request(struct moe_streamer *s, const int64_t *keys, const int32_t *slots, int count, int speculative);
+/* A speculative request that is wanted now: as if it had been asked for so, behind those that were. */
+int moe_streamer_promote(struct moe_streamer *s, int slot);
+/* Speculative requests that have not begun end with ECANCELED. Returns how many. */
+int moe_streamer_drop_speculative(struct moe_streamer *s);
+int moe_streamer_use(struct moe_streamer *s, const int32_t *slots, int count, int change);
+/* Wanted requests in order of completion, those that are there, waiting for the first at most timeout_ms. Returns their
+ * number; 0 when the time is over or nothing is on its way. */
+int moe_streamer_next(struct moe_streamer *s, struct moe_stream_event *events, int max_events, int timeout_ms);
+int moe_streamer_poll_speculative(struct moe_streamer *s, struct moe_stream_event *events, int max_events);
+void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats);
+void moe_streamer_set_fault(struct moe_streamer *s, const struct moe_stream_fault *fault);
 
 /* ---- sampling (sampler.c) ---- */
 /* One token from logits [V]. history: the ids that penalties look at. The draw depends on (seed, position) only. */

@@ -70,6 +70,8 @@ static void set_float_mode(uint32_t mode) { __asm__ volatile("msr fpcr, %0" : : 
 #error "threadpool.c: say how this CPU sets round-to-nearest with subnormals on"
 #endif
 
+void moe_float_defaults(void) { set_float_mode(FLOAT_MODE); }
+
 static void relax(void) {
 #if defined(__x86_64__)
     _mm_pause();

@@ -6,7 +6,7 @@ import sys
 import click
 
 from ..errors import ConfigError
-from . import _options, _speculation
+from . import _options, _speculation, _streaming
 from ._output import decode_utf8, note, read_text_file, size, write, write_json
 
 # Option -> key of generation_config.json, where the two names differ.
@@ -127,7 +127,12 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "expert_layout_reason": loaded.expert_layout.reason,
         "sampling": settings(generation.sampling),
         "sampling_sources": sources,
-        "stats": {**dataclasses.asdict(stats), **rates, "spec": stats.spec and stats.spec.report()},
+        "stats": {
+            **dataclasses.asdict(stats),
+            **rates,
+            "spec": stats.spec and stats.spec.report(),
+            "streamer": _streaming.stats(loaded),
+        },
     }
 
 
@@ -147,6 +152,7 @@ class Run:
         note(_options.describe(self.loaded))
         for line in _options.format_notes(self.loaded):
             note(line)
+        _streaming.print_plan(self.loaded)
         sampling, self.sources = choose_sampling(self.loaded, sampling_flags)
         note(describe_sampling(sampling, self.sources))
         self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
@@ -171,12 +177,14 @@ class Run:
         if self.generation is not None and self.generation.stats.spec is not None:
             note(describe_spec(self.generation.stats.spec))
         note(describe_stats(self.generation, reason) if self.generation is not None else f"finish: {reason}")
+        _streaming.print_summary(self.loaded)
 
 
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from a file, less its final newline.")
 @_options.runtime_options
+@_streaming.options
 @click.option("--ctx", type=click.IntRange(min=1), metavar="N", help="Context in tokens (default: the model's).")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=0), default=256, show_default=True, metavar="N",
               help="Tokens to generate at most.")  # fmt: skip

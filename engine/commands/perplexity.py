@@ -5,7 +5,7 @@ import time
 import click
 
 from ..errors import ConfigError
-from . import _options
+from . import _options, _streaming
 from ._output import decode_utf8, note, read_text_file, write, write_json
 
 
@@ -53,6 +53,7 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
 
 @click.command()
 @_options.runtime_options
+@_streaming.options
 @click.option("--text", "text_file", required=True, metavar="FILE", help="The text, UTF-8.")
 @click.option("--ctx", type=click.IntRange(min=2), metavar="N", help="Tokens of a window (default: 512).")
 @click.option("--stride", type=click.IntRange(min=1), metavar="N",
@@ -61,7 +62,9 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
               help="half: the second half of each window, as llama-perplexity; all: every byte once.")  # fmt: skip
 @_options.route_trace_option
 @_options.json_option
-def perplexity(model, threads, isa, kv, expert_layout, text_file, ctx, stride, score, route_trace, as_json):
+def perplexity(
+    model, threads, isa, kv, expert_layout, text_file, ctx, stride, score, route_trace, as_json, **streaming
+):
     """Print the perplexity of a text, and the bits per byte of exactly the tokens that were scored."""
     import engine
 
@@ -71,7 +74,7 @@ def perplexity(model, threads, isa, kv, expert_layout, text_file, ctx, stride, s
     text = decode_utf8(data, text_file)
     if not text:
         raise ConfigError(f"{text_file}: the text is empty")
-    loaded = engine.load(model, threads=threads, isa=isa, kv=kv, expert_layout=expert_layout)
+    loaded = engine.load(model, threads=threads, isa=isa, kv=kv, expert_layout=expert_layout, **streaming)
     ctx = ctx or min(DEFAULT_CTX, loaded.max_context)
     if ctx > loaded.max_context:
         raise ConfigError(f"--ctx {ctx} exceeds the {loaded.max_context} positions this model was made for")

@@ -56,11 +56,3 @@ def choose_expert_layout(wanted: str, files, context: Context, available_bytes: 
     if recoded <= available_bytes:
         return ExpertLayout("fast", f"{need} of strips fit into {have}", stored + recoded)
     return ExpertLayout("compact", f"{need} of strips do not fit into {have}", stored + compact)
-
-
-def memory_for_experts(files) -> int:
-    """Memory that re-coded experts may take: what is usable, less the other weights and a tenth for everything else."""
-    from ..hardware import memory_limits
-
-    others = sum(record.nbytes for record in files.tensors.values() if record.role not in ROLES)
-    return max(0, memory_limits().available_bytes * 9 // 10 - others)

@@ -1,0 +1,135 @@
+"""Streaming of a model's experts as a whole: whether it is needed, its plan, and its parts put together."""
+
+from dataclasses import dataclass, replace
+
+from .. import memory
+from ..errors import ConfigError
+from ..kernels import Context
+from ..weights.architectures import model_config
+from .cache import DEFAULT_READERS, ExpertCache
+from .files import ExpertFiles
+from .layout import ExpertLayout, choose_expert_layout
+from .places import ExpertPlaces
+from .policy import DEFAULT_POLICY, make_policy
+from .streamed import StreamedExperts, _Subset
+
+# Above this ratio of strips to storage bytes a cache of storage rows holds so many more experts that it wins.
+_COMPACT_RATIO = 1.25
+
+
+@dataclass
+class ExpertStream:
+    """Made before the weights are loaded; `open` makes the cache when it is known what memory is left."""
+
+    files: object
+    context: Context
+    options: object
+    budget: memory.Budget
+    dense_bytes: int
+    compact: bool
+
+    def __post_init__(self):
+        self.places = ExpertPlaces(self.files, self.context, self.compact)
+        self.layers: list[StreamedExperts] = []
+        self.cache: ExpertCache | None = None
+
+    def experts(self, layer: int, num_experts: int) -> StreamedExperts:
+        self.layers.append(StreamedExperts(self, layer, num_experts))
+        return self.layers[-1]
+
+    def open(self, model, kv_bytes: int) -> None:
+        """Plan, open the files, make the slots. Raises ConfigError when memory is short, ExpertReadError."""
+        options, places = self.options, self.places
+        readers = options.readers or DEFAULT_READERS
+        staging = places.staging_bytes * (readers + 2) if places.staging_bytes else 0
+        top = model.config.num_experts_per_tok
+        fixed = {
+            "program": max(0, memory.resident_bytes() - self.dense_bytes) + memory.GROWTH_BYTES,
+            "dense weights": self.dense_bytes,
+            "kv cache": kv_bytes,
+            "activations": memory.buffer_bytes(model)
+            + memory.scratch_estimate(self.files, model.max_tokens, self.context.num_threads),
+            "read buffers": staging,
+            "page cache": memory.PAGE_CACHE_FLOOR_BYTES,
+        }
+        self.plan = memory.make_plan(self.budget, fixed, places.slot_bytes, len(places.keys), top, options.expert_slots)
+        self.expert_files = ExpertFiles(places, options.io)
+        policy = make_policy(getattr(options, "cache_policy", DEFAULT_POLICY), self.plan.num_slots, places.num_keys)
+        self.cache = ExpertCache(places, self.expert_files, self.plan.num_slots, policy, readers)
+        subset = _Subset(places.num_experts)
+        for layer in self.layers:
+            layer.open(self.cache, subset)
+        self.warning = memory.cliff_warning(self.plan.num_slots, len(self.layers), top, places.expert_bytes)
+
+    def notes(self) -> list[str]:
+        """Lines to print before a run: the plan, how experts are read, what is wrong with it."""
+        plan, cache = self.plan, self.cache
+        form = "compact" if self.compact else "re-coded on arrival" if self.places.staging_bytes else "as stored"
+        lines = [
+            plan.line(),
+            f"experts: {plan.num_slots} of {plan.num_experts} ({plan.percent:.1f} %) in slots of "
+            f"{plan.slot_bytes / memory.MIB:.2f} MiB, {form}; io {self.expert_files.mode}, {cache.readers} readers, "
+            f"policy {cache.policy.name}",
+        ]
+        extra = (self.budget.note, self.expert_files.note, self.warning)
+        return lines + [line for line in extra if line]
+
+    def stats(self) -> dict:
+        """Figures for --json: see ExpertCache.stats, and the plan's."""
+        plan = self.plan
+        return {
+            "slots": plan.num_slots,
+            "experts": plan.num_experts,
+            "slot_bytes": plan.slot_bytes,
+            "io": self.expert_files.mode,
+            "readers": self.cache.readers,
+            "policy": self.cache.policy.name,
+            "plan_bytes": plan.planned_bytes,
+            "plan": plan.roles,
+            **self.cache.stats(),
+        }
+
+
+def summary(stats: dict) -> str:
+    """The line that is always printed when experts were streamed."""
+    return (
+        f"experts: {stats['hits']} hits, {stats['misses']} misses ({100 * stats['hit_rate']:.1f} % hits); "
+        f"{stats['bytes'] / 1e6:.1f} MB in {stats['reads']} reads, {stats['mb_per_s']:.0f} MB/s while reading; "
+        f"service {stats['service_s']:.3f} s, wait {stats['wait_s']:.3f} s"
+    )
+
+
+def _streamed_layout(wanted: str, files, context: Context) -> ExpertLayout:
+    """The form of experts in slots."""
+    fast = choose_expert_layout("fast", files, context, 0)
+    if wanted != "auto" or fast.name == "stored":
+        return choose_expert_layout(wanted, files, context, 0)
+    compact = choose_expert_layout("compact", files, context, 0)
+    ratio = fast.num_bytes / compact.num_bytes
+    chosen = compact if ratio > _COMPACT_RATIO else fast
+    return replace(chosen, reason=f"strips take {ratio:.2f} times the memory of a slot")
+
+
+def plan_experts(files, context: Context, options, positions: int) -> tuple[ExpertLayout, ExpertStream | None]:
+    """The form of experts in memory, and an ExpertStream when they do not fit in the budget (or slots were asked for).
+
+    Raises ConfigError before anything is loaded when not even the rest of the model fits.
+    """
+    budget = memory.make_budget(options.ram)
+    config = model_config(files.architecture, files.config)
+    dense = memory.dense_bytes(files, context)
+    kv = memory.kv_estimate(config, positions, options.kv)
+    others = dense + kv + memory.resident_bytes() + memory.GROWTH_BYTES + memory.PAGE_CACHE_FLOOR_BYTES
+    left = budget.total_bytes - others
+    if left < 0 and options.ram is not None:
+        raise ConfigError(
+            f"not enough memory: {memory.gib(budget.total_bytes)} ({budget.source}), but weights other than experts "
+            f"take {memory.gib(dense)} and keys and values of {positions} positions {memory.gib(kv)}; raise --ram, or "
+            "choose a smaller --ctx"
+        )
+    if options.expert_slots is None:
+        layout = choose_expert_layout(options.expert_layout, files, context, max(0, left))
+        if layout.num_bytes <= left:
+            return layout, None
+    layout = _streamed_layout(options.expert_layout, files, context)
+    return layout, ExpertStream(files, context, options, budget, dense, layout.compact)

@@ -1,0 +1,196 @@
+"""How much memory a run may take and what it is spent on: the budget, and the plan that is printed and kept.
+
+The plan's promise: anonymous and locked memory stay within it in every mode, and so does the whole resident set when
+experts are read into slots (direct and buffered reads). File pages that the kernel keeps on top can be dropped at any
+time; a floor is left for them.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import ConfigError
+from .hardware import MemoryPlan, memory_limits, resident_bytes
+from .layers import Buffer
+from .rope import RopeTable
+from .weights.architectures import expert_ids
+
+GIB, MIB = 1 << 30, 1 << 20
+PAGE_CACHE_FLOOR_BYTES = 64 * MIB
+GROWTH_BYTES = 32 * MIB  # Python objects, allocator slack and thread stacks of a run
+LOAD_CHUNK_BYTES = 32 * MIB
+EXPERT_ROLES = ("gate_up", "down")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """total_bytes: what this process may hold in all. source: which limit that is. note: what was asked for and is not
+    possible, or None."""
+
+    total_bytes: int
+    source: str
+    note: str | None = None
+
+
+def _tightest(plan: MemoryPlan) -> tuple[int, str]:
+    found = [(plan.mem_available_bytes, "MemAvailable")]
+    found += [(limit.available_bytes, f"{limit.setting} of cgroup {limit.cgroup}") for limit in plan.limits]
+    return min(found)
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def make_budget(ram: float | None, limits: MemoryPlan | None = None, rss_bytes: int | None = None) -> Budget:
+    """ram: GiB for this process, or None for all that it may take without swapping or being killed."""
+    available, source = _tightest(memory_limits() if limits is None else limits)
+    possible = available + (resident_bytes() if rss_bytes is None else rss_bytes)
+    if ram is None:
+        return Budget(possible, source)
+    wanted = int(ram * GIB)
+    if wanted <= possible:
+        return Budget(wanted, f"--ram {ram:g}")
+    note = f"--ram {ram:g}: {source} leaves {gib(possible)}; that is used"
+    return Budget(possible, source, note)
+
+
+def dense_bytes(files, context) -> int:
+    """Bytes that everything but the routed experts takes in memory."""
+    total = 0
+    for record in files.tensors.values():
+        if record.role in EXPERT_ROLES:
+            continue
+        if record.layout is not None or len(record.shape) == 1:
+            total += record.nbytes
+        else:
+            total += context.matrix_bytes(context.layout_of(record.format), record.rows, record.cols)
+    return total
+
+
+def resident_expert_bytes(files, context, compact: bool) -> int:
+    """Bytes that all routed experts take in memory, mapped ones included."""
+    sizes: dict[tuple, int] = {}
+    total = 0
+    for record in files.tensors.values():
+        if record.role not in EXPERT_ROLES:
+            continue
+        if record.layout is not None or compact:
+            total += record.nbytes
+            continue
+        key = record.format, record.rows, record.cols
+        if key not in sizes:
+            sizes[key] = context.matrix_bytes(context.layout_of(record.format), record.rows, record.cols)
+        total += sizes[key]
+    return total
+
+
+def kv_estimate(config, positions: int, kind: str) -> int:
+    """KV bytes before there is a model to ask. config: the family's checked one."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return 2 * config.num_hidden_layers * positions * width * (4 if kind == "f32" else 2)
+
+
+def scratch_estimate(files, max_tokens: int, num_threads: int) -> int:
+    """Upper bound of the native calls' scratch: quantized activations of a call, hidden rows of a window of experts."""
+    cols = max(record.cols for record in files.tensors.values() if len(record.shape) == 2)
+    width = max((record.rows for record in files.tensors.values() if record.role == "gate_up"), default=cols)
+    return max_tokens * cols * 2 + 1024 * width * 6 + num_threads * 8 * (cols + width) * 4 + 8 * MIB
+
+
+def buffer_bytes(root) -> int:
+    """Bytes of all activation buffers that an object holds, directly or not."""
+    seen, stack, total = set(), [root], 0
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, RopeTable):  # those are filled at load: part of what is resident
+            continue
+        seen.add(id(value))
+        if isinstance(value, Buffer):
+            total += value.array.nbytes
+        elif isinstance(value, list | tuple):
+            stack += value
+        elif type(value).__module__.startswith("engine.") and hasattr(value, "__dict__"):
+            stack += vars(value).values()
+    return total
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by role, in the order in which they are printed; their sum stays within budget.total_bytes."""
+
+    budget: Budget
+    roles: dict[str, int]
+    num_slots: int
+    num_experts: int
+    slot_bytes: int
+    locked: bool = False
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.roles.values())
+
+    @property
+    def percent(self) -> float:
+        return 100.0 * self.num_slots / self.num_experts
+
+    def line(self) -> str:
+        parts = ", ".join(f"{role} {num_bytes / MIB:.0f}" for role, num_bytes in self.roles.items())
+        budget = f"{gib(self.budget.total_bytes)} ({self.budget.source})"
+        return f"memory: {gib(self.planned_bytes)} of {budget}; MiB: {parts}"
+
+
+def make_plan(budget: Budget, fixed: dict[str, int], slot_bytes: int, num_experts: int, minimum: int,
+              asked: int | None = None) -> Plan:  # fmt: skip
+    """Spend what `fixed` leaves on expert slots. asked: exactly that many slots.
+
+    Raises ConfigError when not even `minimum` slots fit.
+    """
+    left = budget.total_bytes - sum(fixed.values())
+    slots = min(num_experts, left // slot_bytes) if asked is None else asked
+    if asked is not None and not minimum <= asked <= num_experts:
+        raise ConfigError(f"--expert-slots: got {asked}, expected {minimum} (one layer of one token) to {num_experts}")
+    if slots < minimum or left < slots * slot_bytes:
+        need = sum(fixed.values()) + max(slots, minimum) * slot_bytes
+        parts = ", ".join(f"{role} {num_bytes / MIB:.0f} MiB" for role, num_bytes in fixed.items() if num_bytes)
+        raise ConfigError(
+            f"not enough memory: {gib(budget.total_bytes)} ({budget.source}), at least {need / GIB:.3f} GiB needed: "
+            f"{parts}, experts {max(slots, minimum)} x {slot_bytes / MIB:.1f} MiB; raise --ram, or choose a "
+            "smaller --ctx"
+        )
+    return Plan(budget, {**fixed, "experts": slots * slot_bytes}, slots, num_experts, slot_bytes)
+
+
+def cliff_warning(num_slots: int, num_layers: int, top: int, expert_bytes: int) -> str | None:
+    """What to say when the cache is smaller than what one token uses."""
+    demand = num_layers * top
+    if num_slots >= demand:
+        return None
+    return (
+        f"warning: the cache holds {num_slots} experts, one token uses {num_layers} layers x {top} = {demand}: a cache "
+        f"below that rarely hits (least recently used: never), so up to {demand * expert_bytes / MIB:.0f} MiB are read "
+        "for every token; raise --ram"
+    )
+
+
+def count_moe_layers(files) -> int:
+    return len({layer for layer, _ in expert_ids(files.tensors)})
+
+
+def file_resident_bytes() -> int:
+    """File pages in this process's resident set now."""
+    return _status("RssFile") + _status("RssShmem")
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process now."""
+    return _status("RssAnon")
+
+
+def _status(key: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)

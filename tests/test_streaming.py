@@ -1,0 +1,204 @@
+"""Streamed experts: the bits of a run are those of a model that fits, whatever the cache, the way of reading and the
+number of readers; each expert is read once per call; trouble with reads is an error that leaves the cache in order.
+"""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+import tiny_models
+
+import engine
+from converters.hf import RoleFormats, convert
+from engine.errors import ConfigError, ExpertReadError
+from engine.kernels import ffi, lib
+
+FORMATS = {
+    "as stored": {"experts": "q8_0", "dense": "q8_0"},
+    "re-coded": {"experts": "q5_0", "down": "q6_k", "dense": "q8_0"},
+    "mixed": {"experts": "q4_0", "down": "q5_k", "dense": "q8_0"},
+}
+TOP, NUM_EXPERTS, LAYERS = 2, 8, 2
+CACHES = {"minimum": TOP, "tiny": TOP + 1, "half": NUM_EXPERTS, "all": NUM_EXPERTS * LAYERS}
+NUM_TOKENS = 60
+
+
+@pytest.fixture(params=FORMATS)
+def snapshot(request, tiny_snapshot):
+    return tiny_snapshot("wide", **FORMATS[request.param])
+
+
+@pytest.fixture
+def small(tiny_snapshot):
+    return tiny_snapshot("wide", **FORMATS["as stored"])
+
+
+def ids():
+    return np.random.default_rng(7).integers(0, 320, NUM_TOKENS).astype(np.int32)
+
+
+def logits(loaded, parts=(40, *[1] * (NUM_TOKENS - 40))):
+    model, kv, done, rows = loaded.model, loaded.new_kv(), 0, []
+    for size in parts:
+        rows.append(model.forward(ids()[done : done + size], kv, done, logits="all").copy())
+        done += size
+    return np.concatenate(rows)
+
+
+def assert_same(got, want):
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+def expert_bytes(path):
+    """Bytes of one expert of the small model as the file holds it, without padding behind it."""
+    loaded = engine.load(path, expert_slots=TOP)
+    return loaded.stream.places.expert_bytes
+
+
+def raw_stats(loaded):
+    raw = ffi.new("struct moe_stream_stats *")
+    lib.moe_streamer_stats(loaded.stream.cache.handle, raw)
+    return raw
+
+
+def fault(loaded, **settings):
+    lib.moe_streamer_set_fault(loaded.stream.cache.handle, ffi.new("struct moe_stream_fault *", settings))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_cache_size_changes_no_bit(snapshot, cache):
+    want = logits(engine.load(snapshot))
+    loaded = engine.load(snapshot, expert_slots=CACHES[cache])
+    assert_same(logits(loaded), want)
+    stats = loaded.stream.stats()
+    assert stats["misses"] == stats["reads"] and (stats["hits"] > 0) == (cache != "minimum")
+    assert (stats["evictions"] == 0) == (cache == "all")
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered", "mmap"])
+@pytest.mark.parametrize("readers", [1, 5])
+def test_way_of_reading_changes_no_bit(snapshot, io, readers):
+    want = logits(engine.load(snapshot))
+    loaded = engine.load(snapshot, expert_slots=TOP + 1, io=io, readers=readers)
+    assert loaded.stream.expert_files.mode == io, loaded.stream.notes()
+    assert_same(logits(loaded), want)
+
+
+def test_text_is_the_same(small):
+    texts = set()
+    for slots in (None, *CACHES.values()):
+        generation = engine.load(small, expert_slots=slots).generate(
+            ids()[:20].tolist(), max_tokens=30, temperature=0.8, seed=3, ignore_eos=True
+        )
+        "".join(generation)
+        texts.add(tuple(generation.token_ids))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("slots", [TOP, TOP + 3])
+def test_each_expert_is_read_once_per_block_of_tokens(small, slots):
+    """Also when the block needs more experts than the cache holds."""
+    loaded = engine.load(small, expert_slots=slots)
+    kv = loaded.new_kv()
+    loaded.model.forward(ids(), kv, 0, logits="none")
+    stats = loaded.stream.stats()
+    assert stats["hits"] == 0
+    assert stats["reads"] == NUM_EXPERTS * LAYERS  # 60 tokens want all of them
+    assert stats["bytes"] == NUM_EXPERTS * LAYERS * expert_bytes(small)
+
+
+def test_bytes_read_are_those_of_the_misses(small):
+    loaded = engine.load(small, expert_slots=CACHES["half"])
+    logits(loaded)
+    stats = loaded.stream.stats()
+    assert stats["bytes"] == stats["misses"] * expert_bytes(small)
+    assert stats["service_s"] > 0 and stats["busy_s"] <= stats["service_s"] * 1.001
+
+
+def test_every_slot_is_free_or_resident_afterwards(small):
+    loaded = engine.load(small, expert_slots=5)
+    logits(loaded)
+    raw = raw_stats(loaded)
+    resident = sum(slot >= 0 for slot in loaded.stream.cache.slot_of)
+    assert (raw.used_slots, raw.unfinished, raw.free_slots + resident) == (0, 0, 5)
+
+
+@pytest.mark.parametrize("error", ["EIO", "short"])
+def test_ten_percent_of_trouble_changes_no_bit(snapshot, error):
+    want = logits(engine.load(snapshot))
+    loaded = engine.load(snapshot, expert_slots=3)
+    percent = {"fail_percent": 10, "error": 5} if error == "EIO" else {"short_percent": 40}
+    fault(loaded, seed=1, max_sleep_us=200, **percent)
+    assert_same(logits(loaded), want)
+    stats = loaded.stream.stats()
+    assert (stats["retries"] > 0) == (error == "EIO") and stats["failures"] == 0
+
+
+def test_einval_falls_back_to_buffered_reads(small):
+    want = logits(engine.load(small))
+    loaded = engine.load(small, expert_slots=3, io="direct")
+    fault(loaded, fail_percent=50, error=22, seed=4)
+    with pytest.raises(ExpertReadError, match="Invalid argument"):  # the fault hits buffered reads as well
+        logits(loaded)
+    assert loaded.stream.stats()["direct_refused"] == 1
+    fault(loaded)
+    assert_same(logits(loaded), want)
+
+
+def test_read_error_is_one_clear_line_and_leaves_the_cache_in_order(small):
+    want = logits(engine.load(small))
+    loaded = engine.load(small, expert_slots=4)
+    fault(loaded, fail_percent=100, error=5, seed=1)
+    for _ in range(3):
+        with pytest.raises(ExpertReadError, match=r"experts-00001.*layer 0 expert \d: read at \d+: Input/output error"):
+            logits(loaded)
+    raw = raw_stats(loaded)
+    assert (raw.used_slots, raw.unfinished, raw.free_slots) == (0, 0, 4)
+    fault(loaded)
+    assert_same(logits(loaded), want)
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered", "mmap"])
+def test_file_that_becomes_shorter_is_an_error(small, tmp_path, io):
+    path = tmp_path / "model"
+    shutil.copytree(small, path)
+    loaded = engine.load(path, expert_slots=TOP, io=io)
+    file = next(path.glob("experts-*"))
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size // 3)
+    with pytest.raises(ExpertReadError, match="the file ended early"):
+        logits(loaded)
+
+
+def test_too_few_slots_are_refused_with_the_minimum(small):
+    with pytest.raises(ConfigError, match="got 1, expected 2"):
+        engine.load(small, expert_slots=TOP - 1)
+    with pytest.raises(ConfigError, match="not enough memory"):
+        engine.load(small, ram=0.01)
+
+
+def test_cache_below_one_tokens_demand_is_warned_about(small):
+    notes = engine.load(small, expert_slots=TOP).stream.notes()
+    assert any("one token uses 2 layers x 2 = 4" in line for line in notes)
+    assert not any("warning" in line for line in engine.load(small, expert_slots=4).stream.notes())
+
+
+def test_model_that_fits_is_not_streamed(small):
+    assert engine.load(small).stream is None
+
+
+def test_storage_rows_of_every_kind_are_recoded_on_arrival(tmp_path):
+    """Group formats as well, whose matrices are stored as a whole."""
+    tiny_models.make_hf_dir(tmp_path / "hf", "wide", seed=tiny_models.golden_seed("wide"))
+    formats = RoleFormats(experts="hqq5-ax0-g32", dense="f16")
+    convert(tmp_path / "hf", tmp_path / "out", formats=formats, layout="storage", threads=1)
+    loaded = engine.load(tmp_path / "out", expert_slots=3)
+    assert loaded.stream.places.staging_bytes
+    assert_same(logits(loaded), logits(engine.load(tmp_path / "out")))
+
+
+def test_plan_adds_up(small):
+    plan = engine.load(small, expert_slots=5).stream.plan
+    assert dataclasses.asdict(plan)["roles"]["experts"] == 5 * plan.slot_bytes
+    assert plan.planned_bytes == sum(plan.roles.values()) <= plan.budget.total_bytes
