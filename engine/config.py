@@ -119,6 +119,33 @@ class ConfigReader:
             raise ConfigError(f"{self._where}: {key} = {value!r}, expected a number")
         return float(value)
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Finite number above 0; required when default is None."""
+        value = self.number(key, default)
+        if not value > 0:
+            raise ConfigError(f"{self._where}: {key} = {value!r}, expected a positive number")
+        return value
+
+    def numbers(self, key: str) -> list[float]:
+        """List of positive finite numbers."""
+        value = self._get(key, None, True)
+        if not isinstance(value, list) or not all(isinstance(x, int | float) and 0 < x < float("inf") for x in value):
+            raise ConfigError(f"{self._where}: {key} = {str(value)[:60]}, expected a list of positive numbers")
+        return [float(x) for x in value]
+
+    def integers(self, key: str) -> list[int]:
+        """List of whole numbers, empty when absent."""
+        value = self._get(key, [], False)
+        if not isinstance(value, list) or not all(type(x) is int for x in value):
+            raise ConfigError(f"{self._where}: {key} = {str(value)[:60]}, expected a list of whole numbers")
+        return value
+
+    def text(self, key: str, default: str | None) -> str | None:
+        value = self._get(key, default, False)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{self._where}: {key} = {value!r}, expected a text")
+        return value
+
     def boolean(self, key: str, default: bool) -> bool:
         value = self._get(key, default, False)
         if not isinstance(value, bool):

@@ -142,6 +142,10 @@ int moe_swiglu_clamped(struct moe_ctx *ctx, float *y, const float *gate, const f
 int moe_sigmoid(struct moe_ctx *ctx, float *y, const float *x, int64_t n); /* y may be x */
 /* inv_freq[i] = theta^(-2i/rotary_dim) rounded to float32, i < rotary_dim/2. */
 int moe_rope_inv_freq(float *inv_freq, double theta, int rotary_dim);
+/* The same in double, before rounding, and the natural logarithm of a normal x > 0: what a scaling rule starts from. Both
+ * correct to the last bit or next to it, and alike on every machine. */
+int moe_rope_frequencies(double *frequencies, double theta, int rotary_dim);
+double moe_log(double x);
 /* cos, sin [num_positions, half]: of the float32 product position * inv_freq, times scale. */
 int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half, int first_position, int num_positions, float scale);
 /* Rotate x [T, N, D] in place; token t uses table row first_position + t. interleaved 0: pairs (j, j + rotary_dim/2);

@@ -106,15 +106,28 @@ static void sin_cos(double x, double *sine, double *cosine) {
     if (quadrant == 1 || quadrant == 2) *cosine = -*cosine;
 }
 
+static int frequencies_ok(const void *out, double theta, int rotary_dim) {
+    return out && rotary_dim > 0 && rotary_dim % 2 == 0 && theta >= 1e-100 && theta <= 1e100;
+}
+static double frequency(struct dd log_theta, int i, int rotary_dim) {
+    return dd_exp(dd_div(dd_mul(log_theta, (struct dd){-2.0 * i, 0}), (double)rotary_dim)).hi;
+}
+
 int moe_rope_inv_freq(float *inv_freq, double theta, int rotary_dim) {
-    if (!inv_freq || rotary_dim <= 0 || rotary_dim % 2 || !(theta >= 1e-100 && theta <= 1e100)) return MOE_BAD_ARGUMENT;
+    if (!frequencies_ok(inv_freq, theta, rotary_dim)) return MOE_BAD_ARGUMENT;
     const struct dd log_theta = dd_log(theta);
-    for (int i = 0; i < rotary_dim / 2; i++) {
-        struct dd y = dd_div(dd_mul(log_theta, (struct dd){-2.0 * i, 0}), (double)rotary_dim);
-        inv_freq[i] = (float)dd_exp(y).hi;
-    }
+    for (int i = 0; i < rotary_dim / 2; i++) inv_freq[i] = (float)frequency(log_theta, i, rotary_dim);
     return MOE_OK;
 }
+
+int moe_rope_frequencies(double *frequencies, double theta, int rotary_dim) {
+    if (!frequencies_ok(frequencies, theta, rotary_dim)) return MOE_BAD_ARGUMENT;
+    const struct dd log_theta = dd_log(theta);
+    for (int i = 0; i < rotary_dim / 2; i++) frequencies[i] = frequency(log_theta, i, rotary_dim);
+    return MOE_OK;
+}
+
+double moe_log(double x) { return dd_log(x).hi; }
 
 int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half, int first_position, int num_positions, float scale) {
     const int max_position = 1 << 24; /* exact in float32 */
