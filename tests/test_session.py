@@ -69,7 +69,7 @@ def test_interrupted_forward_pass_is_not_reused(loaded, monkeypatch):
     """What was written half is not counted as being there."""
     session = Session(loaded)
     generation = loaded.generate(PROMPT, max_tokens=20, ignore_eos=True, session=session)
-    mlp, left = loaded.model.mlp, [6]
+    mlp, left = loaded.model.mlp, [2 * loaded.model.config.num_hidden_layers + 1]  # in the first layer
 
     def interrupted(block, num_tokens):
         left[0] -= 1
