@@ -85,7 +85,8 @@ def test_interrupted_forward_pass_is_not_reused(loaded, monkeypatch):
     monkeypatch.undo()
     assert session.kv.length > session.length == len(PROMPT) + 1 + len(generation.token_ids) - 1
     again = [*PROMPT, 1, *generation.token_ids, 2, 3]
-    assert run(loaded, again, session).token_ids == run(loaded, again).token_ids
+    length, found = session.length, run(loaded, again, session)
+    assert (found.stats.reused_tokens, found.token_ids) == (length, run(loaded, again).token_ids)
 
 
 def test_stopped_iteration_leaves_a_usable_session(loaded):
