@@ -6,7 +6,7 @@ token, padding ids of a model whose vocabulary is larger). Knows nothing of weig
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .errors import ConfigError, WeightsError
@@ -62,13 +62,14 @@ def _decoder_kind(spec: dict | None, where: str) -> str:
 class Tokenizer:
     """A model's tokenizer.
 
-    tokenizer_json: text of a tokenizer.json. config: tokenizer_config.json (bos_token, add_bos_token, ...).
-    generation_config, model_config: generation_config.json and config.json, for the ids that begin and end a text.
+    tokenizer: text of a tokenizer.json, or a tokenizers.Tokenizer. config: tokenizer_config.json (bos_token,
+    add_bos_token, ...). generation_config, model_config: generation_config.json and config.json, for the ids that begin
+    and end a text.
     """
 
     def __init__(
         self,
-        tokenizer_json: str,
+        tokenizer,
         config: dict | None = None,
         generation_config: dict | None = None,
         model_config: dict | None = None,
@@ -77,12 +78,13 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         try:
-            self._backend = Backend.from_str(tokenizer_json)
-            spec = json.loads(tokenizer_json)
+            self._backend = Backend.from_str(tokenizer) if isinstance(tokenizer, str) else tokenizer
+            decoder = self._backend.decoder
+            spec = None if decoder is None else json.loads(decoder.__getstate__())
         except Exception as error:  # the library raises bare Exception
             raise WeightsError(f"{where}: not a valid tokenizer: {error}") from None
         self._where = where
-        self._kind = _decoder_kind(spec.get("decoder"), where)
+        self._kind = _decoder_kind(spec, where)
         self._alphabet = byte_level_alphabet() if self._kind == "byte_level" else {}
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
@@ -128,6 +130,14 @@ class Tokenizer:
         if model_vocab_size is not None:
             tokenizer.check_vocabulary(model_vocab_size)
         return tokenizer
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping, where: str = "GGUF", force: str | None = None) -> "Tokenizer":
+        """Build the tokenizer that the metadata of a GGUF file describes; see gguf_tokenizer.read_tokenizer."""
+        from .gguf_tokenizer import read_tokenizer
+
+        backend, config, generation_config = read_tokenizer(metadata, where, force)
+        return cls(backend, config, generation_config, where=where)
 
     def _named_token(self, key: str) -> int | None:
         value = self.config.get(key)
