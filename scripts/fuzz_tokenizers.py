@@ -8,6 +8,7 @@ Where our pre-tokenizer composes characters (NFC) and llama.cpp does not, texts 
 """
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -24,13 +25,8 @@ from engine.pretokenizers import _TABLE
 from engine.tokenizer import Tokenizer
 from engine.weights.gguf_header import read_header
 
-WORDS = (
-    "the of and don't I'LL we'Ve it'S camelCase ALLCAPS x1y22z333 1234567 3.14 a_b-c (x) {\n} http://a.b/c?d=e#f --- "
-    "... !!! \u4f60\u597d\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \ud55c\uad6d\uc5b4 \u0e20\u0e32\u0e29\u0e32 "
-    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u0939\u093f\u0928\u094d\u0926\u0940 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 "
-    "\u0395\u03bb\u03bb\u03b7\u03bd\u03b9\u03ba\u03ac \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u00e9t\u00e9 "
-    "\u00bd \u2460 \u2167 \uff11\uff12 \u00b2\u00b3 \u01c5 \u00df \u0130"
-).split(" ")
+TEXTS = json.loads((Path(__file__).parent.parent / "tests" / "data" / "tokenizers" / "texts.json").read_text())
+WORDS = [word for text in TEXTS for word in text.split(" ")]
 BLANKS = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\u00a0", "\u3000", "\u2003", "\u200b", ""]
 RANGES = [(0x20, 0x7F), (0xA0, 0x250), (0x370, 0x530), (0x590, 0x700), (0x900, 0xE80), (0x1E00, 0x2C00),
           (0x3000, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0x1F300, 0x1F700)]  # fmt: skip
@@ -57,7 +53,9 @@ def compare(file: Path, pre: str | None, options) -> int:
     """Print and count the texts whose ids differ."""
     metadata = read_header(file).metadata
     tokenizer = Tokenizer.from_gguf(metadata, str(file), pre)
-    rules = _TABLE.get(pre or metadata.get("tokenizer.ggml.pre")) if metadata["tokenizer.ggml.model"] == "gpt2" else None
+    rules = (
+        _TABLE.get(pre or metadata.get("tokenizer.ggml.pre")) if metadata["tokenizer.ggml.model"] == "gpt2" else None
+    )
     rng, failed = random.Random(options.seed), 0
     peer = Peer(options.peer_python, file)
     for _ in range(options.count):
@@ -65,13 +63,18 @@ def compare(file: Path, pre: str | None, options) -> int:
         if rules is not None and rules.nfc:
             text = unicodedata.normalize("NFC", text)
         special = rng.random() < 0.5
-        ours, theirs = tokenizer.encode(text, add_special_tokens=False, parse_special=special), peer.encode(text, special)
+        ours, theirs = (
+            tokenizer.encode(text, add_special_tokens=False, parse_special=special),
+            peer.encode(text, special),
+        )
         if ours != theirs:
             failed += 1
             if failed <= options.show:
                 print(f"  {text!r}\n    ours   {ours}\n    theirs {theirs}")
     peer.close()
-    print(f"{file.name}{f' as {pre}' if pre else ''}: {options.count - failed} of {options.count} texts agree", flush=True)
+    print(
+        f"{file.name}{f' as {pre}' if pre else ''}: {options.count - failed} of {options.count} texts agree", flush=True
+    )
     return failed
 
 

@@ -1,0 +1,203 @@
+"""Tokenizers rebuilt from GGUF metadata: ids against llama.cpp (tests/data/tokenizers, see
+scripts/make_tokenizer_cases.py), rules of special tokens, and every kind of metadata that is refused."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import pretokenizers
+from engine.errors import WeightsError
+from engine.tokenizer import Tokenizer
+
+DATA = Path(__file__).parent / "data" / "tokenizers"
+TEXTS, IDS = json.loads((DATA / "texts.json").read_text()), json.loads((DATA / "cases.json").read_text())
+BYTE_LEVEL = json.loads((DATA / "byte-level.json").read_text())
+PIECES = json.loads((DATA / "sentencepiece.json").read_text())
+PRE = "tokenizer.ggml.pre"
+TOKENS = BYTE_LEVEL["tokenizer.ggml.tokens"]
+END, USER = TOKENS.index("<|end|>"), TOKENS.index("<|user|>")
+
+
+def made(base, **changes):
+    """A tokenizer of one of the vocabularies, keys replaced (None removes)."""
+    metadata = base | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    return Tokenizer.from_gguf({key: value for key, value in metadata.items() if value is not None}, "made.gguf")
+
+
+def byte_level(pre="gpt-2", **changes):
+    return made(BYTE_LEVEL, pre=pre, **changes)
+
+
+# ---- ids -------------------------------------------------------------------------------------------------------------
+
+
+def wrong(tokenizer, name, **options):
+    ids = [tokenizer.encode(text, add_special_tokens=False, **options) for text in TEXTS]
+    return [text for text, a, b in zip(TEXTS, ids, IDS[name], strict=True) if a != b]
+
+
+BYTE_LEVEL_NAMES = [name for name in IDS if name in pretokenizers.known()]
+
+
+@pytest.mark.parametrize("pre", BYTE_LEVEL_NAMES)
+def test_byte_level_ids(pre):
+    assert len(TEXTS) == 46
+    assert wrong(byte_level(pre), pre) == []
+
+
+def test_every_set_of_rules_has_its_cases():
+    shown = {pretokenizers._TABLE[name].patterns for name in BYTE_LEVEL_NAMES}
+    assert shown == {rules.patterns for rules in pretokenizers._TABLE.values()}
+
+
+def test_cases_tell_the_rules_apart():
+    """Ids of two sets of rules differ somewhere, or a mistake in one could not be seen."""
+    rules = {name: dataclasses.replace(pretokenizers._TABLE[name], adds_bos=False) for name in BYTE_LEVEL_NAMES}
+    ids = {name: json.dumps(IDS[name]) for name in BYTE_LEVEL_NAMES}
+    same = [(a, b) for a in ids for b in ids if a < b and ids[a] == ids[b] and rules[a] != rules[b]]
+    assert same == [("bailingmoe", "stablelm2")], "written differently, equal in effect"
+
+
+def test_sentencepiece_ids():
+    assert wrong(made(PIECES), "llama") == []
+    assert wrong(made(PIECES, add_space_prefix=False), "llama no prefix") == []
+
+
+def test_control_tokens_as_plain_text():
+    """Control tokens are read only when asked for, user-defined ones always."""
+    assert wrong(byte_level(), "gpt-2 plain", parse_special=False) == []
+    assert wrong(made(PIECES), "llama plain", parse_special=False) == []
+    assert wrong(byte_level(), "gpt-2 plain") == ["<|user|>Hi<|end|>\nnot <|other|>"]
+
+
+def test_composed_characters_follow_the_family():
+    split, whole = "e\u0301", "\u00e9"
+    for pre, composes in (("olmo", True), ("qwen2", True), ("gpt-2", False), ("llama-bpe", False), ("qwen35", False)):
+        subject = byte_level(pre)
+        assert (subject.encode(split) == subject.encode(whole)) == composes
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text())
+def test_bytes_survive(text):
+    for subject, prefix in ((cached("deepseek-v3"), b""), (cached("refact"), b""), (cached(None), b" ")):
+        ids = subject.encode(text, add_special_tokens=False, parse_special=False)
+        # A space is put in front of every stretch between added tokens.
+        got = subject.decode_bytes(ids, skip_special=False)
+        assert got.replace(b" ", b"") == text.encode().replace(b" ", b"")
+        assert "<think>" in text or not text or got == prefix + text.encode()
+
+
+@functools.cache
+def cached(pre):
+    return made(PIECES) if pre is None else byte_level(pre)
+
+
+# ---- special tokens --------------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_and_their_bytes():
+    subject = byte_level()
+    end, think = subject.encode("<|end|>")[0], subject.encode("<think>")[0]
+    assert (subject.is_special(end), subject.is_special(think)) == (True, False)
+    assert subject.decode([end, think]) == "<think>"
+    assert subject.bos_id == end
+
+
+@pytest.mark.parametrize(
+    ("base", "keys", "expected"),
+    [
+        (BYTE_LEVEL, {"pre": "gpt-2"}, False),
+        (BYTE_LEVEL, {"pre": "llama-bpe"}, True),
+        (BYTE_LEVEL, {"pre": "llama-bpe", "add_bos_token": False}, False),
+        (BYTE_LEVEL, {"pre": "gpt-2", "add_bos_token": True}, True),
+        (PIECES, {}, True),
+        (PIECES, {"add_bos_token": False}, False),
+    ],
+)
+def test_bos_rules(base, keys, expected):
+    subject = made(base, **keys)
+    assert subject.adds_bos == (subject.encode("x")[0] == subject.bos_id) == expected
+
+
+def test_eos_is_added_where_the_file_says_so():
+    assert made(PIECES, add_eos_token=True).encode("x")[-1] == 2
+    assert made(PIECES).encode("x")[-1] != 2
+
+
+def test_all_ends_of_an_answer_are_found():
+    tokens = [*BYTE_LEVEL["tokenizer.ggml.tokens"], "<|eot_id|>", "<|eom_id|>", "<|im_end|>"]
+    types = [*BYTE_LEVEL["tokenizer.ggml.token_type"], 3, 1, 3]
+    n = len(tokens)
+    subject = byte_level(tokens=tokens, token_type=types)
+    assert subject.eos_ids == {END, USER, n - 3, n - 1}, "an ordinary token of that name is text"
+    assert byte_level(tokens=tokens, token_type=types, eot_token_id=7, eom_token_id=8).eos_ids == {
+        END,
+        USER,
+        7,
+        8,
+        n - 3,
+        n - 1,
+    }
+
+
+def test_unused_tokens_are_padding():
+    tokens = [*BYTE_LEVEL["tokenizer.ggml.tokens"], "[PAD0]"]
+    subject = byte_level(tokens=tokens, token_type=[*BYTE_LEVEL["tokenizer.ggml.token_type"], 5])
+    subject.check_vocabulary(len(tokens))
+    assert subject.token_bytes(len(tokens) - 1) == b""
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_pre_is_refused_by_name_unless_forced():
+    with pytest.raises(
+        WeightsError, match=r"made\.gguf: pre-tokenizer 'new-one' is not known.*known:.*qwen2.*--force-tok"
+    ):
+        byte_level("new-one")
+    with pytest.raises(WeightsError, match=r"tokenizer\.ggml\.pre is missing.*known: bailingmoe, "):
+        byte_level(None)
+    forced = Tokenizer.from_gguf(BYTE_LEVEL | {PRE: "new-one"}, force="qwen2")
+    assert wrong(forced, "qwen2") == []
+    with pytest.raises(WeightsError, match="pre-tokenizer 'nonsense' is not known"):
+        Tokenizer.from_gguf(BYTE_LEVEL | {PRE: "gpt-2"}, force="nonsense")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, "tokenizer model 'bert' is not supported; known: gpt2, llama"),
+        ({"model": None}, r"no tokenizer \(tokenizer\.ggml\.model is missing\)"),
+        ({"model": 3}, "tokenizer.ggml.model = 3, expected str"),
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"token_type": [1, 2]}, f"token_type has 2 items, the vocabulary {len(TOKENS)} tokens"),
+        ({"merges": None}, "merges is missing"),
+        ({"merges": ["a b", "zz qq"]}, "has 'zz qq', of which no token"),
+        ({"merges": ["ab"]}, "has 'ab', of which no token"),
+        ({"eos_token_id": len(TOKENS)}, f"eos_token_id = {len(TOKENS)}, the vocabulary has {len(TOKENS)} tokens"),
+        ({"add_bos_token": 1}, "add_bos_token = 1, expected bool"),
+        ({"bos_token_id": True}, "bos_token_id = True, expected int"),
+        ({"bos_token_id": None, "add_bos_token": True}, "no bos_token"),
+        ({"tokens": ["a"] * len(TOKENS)}, "holds 'a' more than once"),
+    ],
+)
+def test_metadata_that_is_refused(changes, message):
+    with pytest.raises(WeightsError, match=message):
+        byte_level(**changes)
+
+
+def test_pieces_without_scores_or_bytes_are_refused():
+    with pytest.raises(WeightsError, match=r"scores is missing"):
+        made(PIECES, scores=None)
+    with pytest.raises(WeightsError, match="scores has 3 items"):
+        made(PIECES, scores=[1.0, 2.0, 3.0])
+    tokens = [token.replace("<0x41>", "<0x?>") for token in PIECES["tokenizer.ggml.tokens"]]
+    types = [1 if kind == 2 else kind for kind in PIECES["tokenizer.ggml.token_type"]]
+    with pytest.raises(WeightsError, match="neither a token <0x41> nor an unknown token"):
+        made(PIECES, tokens=tokens, token_type=types)
