@@ -27,6 +27,7 @@ class RuntimeConfig:
     ram: GiB that this process may take; None = what it can have without swapping or being killed.
     expert_slots: experts in memory; None = as many as ram allows, or all of them without streaming.
     io: how experts are read: "auto", "direct", "buffered" or "mmap". readers: threads that read; None = default.
+    force_tokenizer: name of the pre-tokenizer to use with a GGUF file, whatever the file says.
     """
 
     threads: int | None = None
@@ -39,6 +40,7 @@ class RuntimeConfig:
     expert_slots: int | None = None
     io: str = "auto"
     readers: int | None = None
+    force_tokenizer: str | None = None
 
     def __post_init__(self):
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:

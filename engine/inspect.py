@@ -80,11 +80,10 @@ def tokenizer_facts(files) -> dict | None:
     """Sizes, special ids and rules of the tokenizer; {"error": ...} when it cannot be used, None without one."""
     from .tokenizer import Tokenizer
 
-    if files.tokenizer_dir is None:
+    if files.tokenizer_dir is None and files.gguf_metadata is None:
         return None
     try:
-        tokenizer = Tokenizer.from_dir(files.tokenizer_dir, files.generation_config, files.config)
-        tokenizer.check_vocabulary(files.config["vocab_size"])
+        tokenizer = Tokenizer.of_model(files, model_vocab_size=files.config["vocab_size"])
     except WeightsError as error:
         return {"error": str(error)}
     return {

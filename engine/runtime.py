@@ -36,6 +36,7 @@ class Engine:
         self.files = open_model(path)
         model_module = family(self.files.architecture)
         self.max_context = self._context_length(options.ctx)
+        self.tokenizer = Tokenizer.of_model(self.files, options.force_tokenizer)  # refuses before weights are read
         self.context = Context(options.isa, options.threads)
         self.expert_layout, self.stream = plan_experts(self.files, self.context, options, self.max_context)
         if self.stream:
@@ -44,12 +45,7 @@ class Engine:
             loader = self.loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
         max_tokens = min(PREFILL_TOKENS, self.max_context)
         self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
-        self.tokenizer = Tokenizer.from_dir(
-            self.files.tokenizer_dir,
-            model_config=self.files.config,
-            generation_config=self.files.generation_config,
-            model_vocab_size=self.model.config.vocab_size,
-        )
+        self.tokenizer.check_vocabulary(self.model.config.vocab_size)
         self.draft = self._load_draft(options)
         if self.stream:
             self.stream.open(self.model, self.new_kv().num_bytes)

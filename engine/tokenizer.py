@@ -132,6 +132,24 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
+    def of_model(cls, files, force: str | None = None, model_vocab_size: int | None = None) -> "Tokenizer":
+        """The tokenizer of an opened model (weights.base.ModelFiles). force: see from_gguf.
+
+        Raises ConfigError when it is given for a model that has a tokenizer.json.
+        """
+        if files.gguf_metadata is not None:
+            tokenizer = cls.from_gguf(files.gguf_metadata, str(files.path), force)
+        elif force is not None:
+            raise ConfigError(
+                f"--force-tokenizer {force}: only for GGUF files; {files.path} has a tokenizer of its own"
+            )
+        else:
+            tokenizer = cls.from_dir(files.tokenizer_dir, files.generation_config, files.config)
+        if model_vocab_size is not None:
+            tokenizer.check_vocabulary(model_vocab_size)
+        return tokenizer
+
+    @classmethod
     def from_gguf(cls, metadata: Mapping, where: str = "GGUF", force: str | None = None) -> "Tokenizer":
         """Build the tokenizer that the metadata of a GGUF file describes; see gguf_tokenizer.read_tokenizer."""
         from .gguf_tokenizer import read_tokenizer

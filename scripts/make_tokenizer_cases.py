@@ -49,7 +49,7 @@ def training_text() -> list[str]:
 
 
 def byte_level_vocabulary() -> dict:
-    """tokenizer.* keys of 256 bytes, 1200 merges, two words that no merge makes, two control and two user-defined tokens."""
+    """tokenizer.* keys of 256 bytes, 1200 merges, words that no merge makes, control and user-defined tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_program import assert_error, run
+from gguf_models import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,3 +203,40 @@ def test_pieces_without_scores_or_bytes_are_refused():
     types = [1 if kind == 2 else kind for kind in PIECES["tokenizer.ggml.token_type"]]
     with pytest.raises(WeightsError, match="neither a token <0x41> nor an unknown token"):
         made(PIECES, tokens=tokens, token_type=types)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path, "mha_base")
+    return path
+
+
+def test_generate_from_a_file_reads_text_as_the_checkpoint_does(gguf_file, tiny_snapshot):
+    text = "The router picks experts; don't say 1234!"
+    options = ["-n", 8, "--ignore-eos", "--json"]
+    found = [
+        json.loads(run("generate", text, "-m", m, *options).stdout) for m in (gguf_file, tiny_snapshot("mha_base"))
+    ]
+    for key in ("prompt_token_ids", "token_ids", "text"):
+        assert found[0][key] == found[1][key]
+
+
+def test_unknown_pre_needs_force(tmp_path):
+    file = tmp_path / "other.gguf"
+    write_gguf(file, "mha_base", edit=lambda writer: replace_pre(writer, "new-one"))
+    assert_error(run("generate", "x", "-m", file), "pre-tokenizer 'new-one'", "--force-tokenizer")
+    done = run("generate", "don't", "-m", file, "-n", 1, "--json", "--force-tokenizer", "olmo")
+    assert len(json.loads(done.stdout)["prompt_token_ids"]) == 4
+    assert_error(run("generate", "x", "-m", file, "--force-tokenizer", "none"), "'none' is not known")
+    assert_error(run("generate", "x", "--force-tokenizer", "olmo"), "only for GGUF files")
+    facts = json.loads(run("inspect", file, "--json").stdout)["tokenizer"]
+    assert "'new-one' is not known" in facts["error"]
+
+
+def replace_pre(writer, name):
+    for keys in writer.kv_data:
+        keys["tokenizer.ggml.pre"].value = name

@@ -36,7 +36,7 @@ def isa_option(command):
 
 
 def runtime_options(command):
-    """--model, --threads, --isa, --kv, --expert-layout."""
+    """--model, --threads, --isa, --kv, --expert-layout, --force-tokenizer."""
     kv = click.option(
         "--kv",
         type=click.Choice(["f16", "f32"]),
@@ -51,7 +51,10 @@ def runtime_options(command):
         show_default=True,
         help="fast: re-code experts once; compact: in every call, less memory; auto: fast if it fits.",
     )
-    return model_option(threads_option(isa_option(kv(layout(command)))))
+    force = click.option(
+        "--force-tokenizer", metavar="NAME", help="Pre-tokenizer of a GGUF file, when it names one that is not known."
+    )
+    return model_option(threads_option(isa_option(kv(layout(force(command))))))
 
 
 def route_trace_option(command):
