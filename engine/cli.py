@@ -11,6 +11,7 @@ import click
 
 from . import __version__
 from .commands import _output
+from .commands.chat import chat
 from .commands.convert import convert
 from .commands.doctor import doctor
 from .commands.generate import generate
@@ -29,7 +30,7 @@ def cli():
     """A CPU engine for Mixture-of-Experts language models."""
 
 
-for command in (generate, perplexity, convert, inspect, doctor, kernels):
+for command in (generate, chat, perplexity, convert, inspect, doctor, kernels):
     cli.add_command(command)
 
 

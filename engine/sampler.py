@@ -30,6 +30,7 @@ _GENERATION_KEYS = {
     "top_p": "top_p",
     "min_p": "min_p",
     "repetition_penalty": "repeat_penalty",
+    "repeat_last_n": "repeat_last_n",  # only from GGUF files
 }
 _GENERATION_NEUTRAL = {
     "typical_p": 1.0,
@@ -45,6 +46,8 @@ _GENERATION_NEUTRAL = {
     "begin_suppress_tokens": None,
     "sequence_bias": None,
     "guidance_scale": None,
+    "mirostat": 0,
+    "xtc_probability": 0.0,
 }
 
 
@@ -102,9 +105,10 @@ class SamplingParams:
         if config.get("do_sample", False):
             options.setdefault("temperature", 1.0)
         else:
-            options = {"temperature": 0.0} | {k: v for k, v in options.items() if k == "repeat_penalty"}
+            options = {"temperature": 0.0} | {k: v for k, v in options.items() if k.startswith("repeat_")}
+        options.setdefault("repeat_last_n", -1)
         try:
-            return cls(**options, repeat_last_n=-1)
+            return cls(**options)
         except ConfigError as error:
             raise ConfigError(f"generation_config.json: {error}") from None
 

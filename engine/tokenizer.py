@@ -224,6 +224,10 @@ class Tokenizer:
         """True for tokens such as end of text that are no part of the text."""
         return token_id in self._special
 
+    def is_added(self, token_id: int) -> bool:
+        """True for tokens that are found in a text before it is cut into words: special and user-defined ones."""
+        return token_id in self._added
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for, which may end inside a character; padding ids give b"".
 

@@ -240,3 +240,25 @@ def test_unknown_pre_needs_force(tmp_path):
 def replace_pre(writer, name):
     for keys in writer.kv_data:
         keys["tokenizer.ggml.pre"].value = name
+
+
+def test_sampler_settings_come_from_the_file(tmp_path):
+    def edit(writer):
+        for name, value in (("temp", 0.7), ("top_p", 0.9), ("penalty_repeat", 1.25)):
+            writer.add_float32(f"general.sampling.{name}", value)
+        for name, value in (("top_k", 5), ("penalty_last_n", 33)):
+            writer.add_int32(f"general.sampling.{name}", value)
+
+    file = tmp_path / "sampling.gguf"
+    write_gguf(file, "mha_base", edit=edit)
+    found = json.loads(run("generate", "x", "-m", file, "-n", 2, "--json", "--top-k", 3).stdout)
+    expected = {"temperature": 0.7, "top_p": 0.9, "repeat_penalty": 1.25, "repeat_last_n": 33, "top_k": 3, "min_p": 0}
+    assert {name: found["sampling"][name] for name in expected} == expected
+    sources = {name: found["sampling_sources"][name] for name in expected}
+    assert sources == dict.fromkeys(expected, "gguf") | {"top_k": "flag", "min_p": "default"}
+
+
+def test_sampling_that_is_not_computed_here_is_refused(tmp_path):
+    file = tmp_path / "mirostat.gguf"
+    write_gguf(file, "mha_base", edit=lambda writer: writer.add_int32("general.sampling.mirostat", 2))
+    assert_error(run("generate", "x", "-m", file), "mirostat = 2 is not supported")

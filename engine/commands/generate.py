@@ -6,14 +6,9 @@ import sys
 import click
 
 from ..errors import ConfigError
-from . import _options, _speculation, _streaming
+from . import _conversation, _options, _sampling, _speculation, _streaming
 from ._output import decode_utf8, note, read_text_file, size, write, write_json
 
-# Option -> key of generation_config.json, where the two names differ.
-CONFIG_KEYS = {"repeat_penalty": "repetition_penalty"}
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty",
-                    "presence_penalty", "seed")  # fmt: skip
-DRAW_OPTIONS = ("top_k", "top_p", "min_p", "seed")
 INTERRUPTED = "interrupted"
 
 
@@ -37,49 +32,6 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
         raise click.UsageError("give a PROMPT, --prompt-file FILE, or text on stdin")
     return _without_final_newline(decode_utf8(sys.stdin.buffer.read(), "stdin"))
-
-
-def _model_defaults(loaded, given: dict):
-    """The model's own settings; where they are of a kind that is not computed here, options can replace them."""
-    from ..sampler import SamplingParams
-
-    try:
-        return loaded.default_sampling(), loaded.files.generation_config
-    except ConfigError as error:
-        if not given:
-            raise
-        note(f"note: {error}; only the options given are used")
-        return SamplingParams(), {}
-
-
-def choose_sampling(loaded, flags: dict):
-    """Return (SamplingParams, {setting: where it came from}): flags, then generation_config.json, then defaults."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    defaults, config = _model_defaults(loaded, given)
-    sampling = dataclasses.replace(defaults, **given)
-    sources = {}
-    for name in SAMPLING_OPTIONS:
-        # What only shapes the draw counts for nothing in a model that does not ask for draws.
-        counts = name == "repeat_penalty" or config.get("do_sample")
-        configured = counts and (name == "temperature" or config.get(CONFIG_KEYS.get(name, name)) is not None)
-        sources[name] = "flag" if name in given else "generation_config" if configured else "default"
-    if sampling.temperature == 0:
-        idle = [name for name in DRAW_OPTIONS if name in given]
-        if idle:
-            note(f"note: temperature is 0 (greedy), so {', '.join(idle)} changes nothing")
-    return sampling, sources
-
-
-def settings(sampling) -> dict:
-    """Settings as a user writes them: the engine keeps float32, whose 0.7 prints as 0.699999988."""
-    values = {name: getattr(sampling, name) for name in SAMPLING_OPTIONS}
-    return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in values.items()}
-
-
-def describe_sampling(sampling, sources: dict) -> str:
-    """One line with every setting that is in effect and its source."""
-    used = [f"{name} {value} ({sources[name]})" for name, value in settings(sampling).items()]
-    return "sampling: " + ("greedy; " if sampling.temperature == 0 else "") + ", ".join(used)
 
 
 def describe_stats(generation, finish_reason: str) -> str:
@@ -125,7 +77,7 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "kv": loaded.options.kv,
         "expert_layout": loaded.expert_layout.name,
         "expert_layout_reason": loaded.expert_layout.reason,
-        "sampling": settings(generation.sampling),
+        "sampling": _sampling.settings(generation.sampling),
         "sampling_sources": sources,
         "stats": {
             **dataclasses.asdict(stats),
@@ -141,11 +93,11 @@ class Run:
 
     def __init__(self, prompt: str, as_json: bool):
         self.prompt, self.as_json = prompt, as_json
-        self.loaded = self.generation = None
+        self.loaded = self.generation = self.cache = None
         self.sources: dict[str, str] = {}
         self.pieces: list[str] = []
 
-    def __call__(self, runtime: dict, sampling_flags: dict, route_trace: str | None, **options) -> None:
+    def __call__(self, runtime: dict, sampling_flags: dict, context: dict, route_trace: str | None, **options) -> None:
         import engine
 
         self.loaded = engine.load(runtime.pop("model"), **runtime)
@@ -153,9 +105,15 @@ class Run:
         for line in _options.format_notes(self.loaded):
             note(line)
         _streaming.print_plan(self.loaded)
-        sampling, self.sources = choose_sampling(self.loaded, sampling_flags)
-        note(describe_sampling(sampling, self.sources))
-        self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
+        sampling, self.sources = _sampling.choose_sampling(self.loaded, sampling_flags)
+        note(_sampling.describe_sampling(sampling, self.sources))
+        options["session"], self.cache = _conversation.open_session(self.loaded, context["prompt_cache"])
+        if context["chat"]:
+            chosen = (context["chat_template"], context["system"])
+            conversation = _conversation.open_conversation(self.loaded, *chosen, session=options.pop("session"))
+            self.generation = conversation.ask(self.prompt, sampling=sampling, **options)
+        else:
+            self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
         with _options.route_trace(self.loaded, route_trace):
             for piece in self.generation:
                 self.pieces.append(piece)
@@ -177,6 +135,8 @@ class Run:
         if self.generation is not None and self.generation.stats.spec is not None:
             note(describe_spec(self.generation.stats.spec))
         note(describe_stats(self.generation, reason) if self.generation is not None else f"finish: {reason}")
+        if self.cache is not None:
+            note(self.cache.save())
         _streaming.print_summary(self.loaded)
 
 
@@ -188,17 +148,12 @@ class Run:
 @click.option("--ctx", type=click.IntRange(min=1), metavar="N", help="Context in tokens (default: the model's).")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=0), default=256, show_default=True, metavar="N",
               help="Tokens to generate at most.")  # fmt: skip
-@click.option("--temperature", type=float, metavar="X", help="0 takes the most likely token.")
-@click.option("--top-k", type=int, metavar="N", help="Keep the N most likely tokens; 0: off.")
-@click.option("--top-p", type=float, metavar="X", help="Keep the smallest set with this probability; 1: off.")
-@click.option("--min-p", type=float, metavar="X", help="Keep tokens with X times the top probability; 0: off.")
-@click.option("--repeat-penalty", type=float, metavar="X", help="Weaken tokens seen lately; 1: off.")
-@click.option("--repeat-last-n", type=int, metavar="N", help="How many tokens the penalties look back.")
-@click.option("--frequency-penalty", type=float, metavar="X", help="Subtracted per occurrence; 0: off.")
-@click.option("--presence-penalty", type=float, metavar="X", help="Subtracted once when seen; 0: off.")
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Seed of the draws.")
+@_sampling.options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
+@click.option("--chat", is_flag=True, help="PROMPT is a user's message: render it with the chat template.")
+@_conversation.chat_options
+@_conversation.prompt_cache_option
 @_options.route_trace_option
 @_speculation.spec_options
 @_options.json_option
@@ -212,11 +167,13 @@ def generate(
     on stderr. Ctrl-C ends the text cleanly with exit code 130.
     """
     runtime = {"model": options.pop("model")} | _options.take_runtime(options)
+    context = {name: options.pop(name) for name in ("chat", "chat_template", "system", "prompt_cache")}
+    _conversation.check_chat_options(context["chat"], context["chat_template"], context["system"])
     run = Run(read_prompt(prompt, prompt_file), as_json)
     try:
         choices = _speculation.spec_choices(spec, draft, runtime["draft_model"])
         limits = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos}
-        run(runtime, options, route_trace, **limits, **choices)
+        run(runtime, options, context, route_trace, **limits, **choices)
     except KeyboardInterrupt:
         run.finish(interrupted=True)
         click_context.exit(130)

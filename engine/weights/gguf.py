@@ -34,6 +34,7 @@ _QUANTIZATION_VERSION = 2
 # general.sampling.* -> key of generation_config.json
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repeat_last_n", "mirostat": "mirostat", "xtc_probability": "xtc_probability",
 }  # fmt: skip
 
 
