@@ -8,7 +8,7 @@ from engine import __version__
 from engine.errors import ConfigError
 from engine.formats import FORMATS
 from engine.kernels import Context
-from engine.weights.architectures import expected_tensors, output_axis
+from engine.weights.architectures import expected_tensors, model_config, output_axis, readable_quantization
 from engine.weights.base import ProgressCallback, ProgressMeter
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.errors import ConversionIOError, QuantizedSourceError, UnknownArchitectureError
@@ -35,10 +35,11 @@ class ConversionReport:
     formats: dict[str, str]
 
 
-def _refuse_quantized(config: dict) -> None:
+def _refuse_quantized(config: dict, readable: tuple[str, ...]) -> None:
+    """readable: methods whose tensors the family's views read."""
     quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+    if quantization is not None and method not in readable:
         raise QuantizedSourceError(
             f"config.json: quantization_config is present (method {method!r}); quantized checkpoints are not read "
             "here, get the bf16, f16 or f32 one"
@@ -110,14 +111,23 @@ class _Job:
 
     def __init__(self, checkpoint: Checkpoint, formats: RoleFormats, layout: str, threads: int | None):
         self.checkpoint, self.architecture = checkpoint, _model_type(checkpoint)
-        _refuse_quantized(checkpoint.config)
+        _refuse_quantized(checkpoint.config, readable_quantization(self.architecture))
+        checked = model_config(self.architecture, checkpoint.config)
         expected = expected_tensors(self.architecture, checkpoint.config, len(checkpoint.tensors))
-        self.sources = match_tensors(checkpoint, expected)
+        self.sources = match_tensors(checkpoint, expected, checked)
         self.quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
         self.roles = _role_summary(formats, expected)
-        self.plan = [self.quantizer.plan(name, want, self.roles[want.role]) for name, want in expected.items()]
+        self.roles |= {want.role: f for name, want in expected.items() if (f := self._stored_format(name))}
+        self.plan = [self.quantizer.plan(name, want, self._format(name, want)) for name, want in expected.items()]
         _refuse_other_axis(self.architecture, self.plan)
         self.source_bytes = sum(source.nbytes for source in self.sources.values())
+
+    def _stored_format(self, name: str) -> str | None:
+        """The format that the checkpoint itself holds a tensor in; it is kept, whatever was asked for."""
+        return getattr(self.sources[name], "format", None)
+
+    def _format(self, name: str, want) -> str:
+        return self._stored_format(name) or self.roles[want.role]
 
     def _header(self) -> Header:
         return Header(

@@ -12,6 +12,7 @@ from engine.weights.errors import (
     brief,
 )
 from engine.weights.safetensors import SourceTensor
+from engine.weights.views import View, ViewSource, open_view
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 # Buffers that older exports saved and that every engine computes for itself.
@@ -19,20 +20,24 @@ HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _COMPARE_ROWS = 1024
 
 
-def match_tensors(checkpoint: Checkpoint, expected: dict[str, Expected]) -> dict[str, SourceTensor]:
-    """Our name -> source tensor, complete and of the right shapes.
+def match_tensors(
+    checkpoint: Checkpoint, expected: dict[str, Expected], config
+) -> dict[str, SourceTensor | ViewSource]:
+    """Our name -> source tensor, complete and of the right shapes. config: the family's checked Config.
 
     Raises: MissingTensorError, UnexpectedTensorError, ShapeError, DtypeError.
     """
     where, tensors = checkpoint.path, checkpoint.tensors
-    by_source = {want.checkpoint_name: name for name, want in expected.items()}
-    missing = [source for source in by_source if source not in tensors]
+    chosen = {name: _choose(want.checkpoint_name, tensors) for name, want in expected.items()}
+    needed = dict.fromkeys(source for found in chosen.values() for source in _names(found))
+    missing = [source for source in needed if source not in tensors]
     if missing:
         raise MissingTensorError(
-            f"{where}: {len(missing)} of {len(by_source)} tensors are missing: {brief(missing)}; the download is "
+            f"{where}: {len(missing)} of {len(needed)} tensors are missing: {brief(missing)}; the download is "
             "incomplete or config.json belongs to another model"
         )
-    extra = [name for name in tensors if name not in by_source and not HARMLESS.search(name)]
+    unused = getattr(config, "unused_in_checkpoint", lambda name: False)
+    extra = [name for name in tensors if name not in needed and not HARMLESS.search(name) and not unused(name)]
     if extra == ["lm_head.weight"] and "lm_head" not in expected:
         _refuse_untied_head(checkpoint, expected)
         extra = []
@@ -40,7 +45,23 @@ def match_tensors(checkpoint: Checkpoint, expected: dict[str, Expected]) -> dict
         raise UnexpectedTensorError(
             f"{where}: {len(extra)} tensors are unknown to this architecture and would be ignored: {brief(extra)}"
         )
-    return {name: _checked(tensors[want.checkpoint_name], want) for name, want in expected.items()}
+    return {name: _opened(where, tensors, chosen[name], config, want) for name, want in expected.items()}
+
+
+def _names(source: str | View) -> tuple[str, ...]:
+    return (source,) if isinstance(source, str) else source.sources
+
+
+def _choose(sources, tensors) -> str | View:
+    """The first of several sources that is there whole; the first one when none is."""
+    several = sources if isinstance(sources, tuple) else (sources,)
+    return next((one for one in several if all(name in tensors for name in _names(one))), several[0])
+
+
+def _opened(where, tensors, source: str | View, config, want: Expected) -> SourceTensor | ViewSource:
+    if isinstance(source, str):
+        return _checked(tensors[source], want)
+    return open_view(where, source, config, [tensors[name] for name in source.sources], want.shape)
 
 
 def _checked(tensor: SourceTensor, want: Expected) -> SourceTensor:

@@ -12,6 +12,7 @@ from engine.weights.checkpoint import read_rows
 from engine.weights.checks import check_kernel
 from engine.weights.errors import BlockLengthError, NonFiniteError, UnknownFormatError, brief
 from engine.weights.safetensors import SourceTensor
+from engine.weights.views import ViewSource
 
 LAYOUTS = ("auto", "storage", "compute")
 # The compute layout is written when it costs at most this much more than the storage rows (then nothing has to be
@@ -130,6 +131,9 @@ class Quantizer:
             step = rows
         for first in range(0, rows, step):
             last = min(first + step, rows)
+            if getattr(source, "format", None) == record.format:
+                yield self._as_stored(record, source, first, last)
+                continue
             x = self._floats(source, first, last).reshape(last - first, cols)
             self._check_finite(source, x, first)
             stored = self._context.quantize(record.format, x)
@@ -143,8 +147,20 @@ class Quantizer:
                 stored = self._context.encode(record.format, stored, last - first, cols)
             yield stored.reshape(-1)
 
+    def _as_stored(self, record: TensorRecord, source: ViewSource, first: int, last: int) -> np.ndarray:
+        """Rows that the checkpoint holds in this format already."""
+        stored = source.rows(first, last).reshape(last - first, -1)
+        if self._context.check_rows(record.format, stored, last - first, record.cols) is not None:
+            raise NonFiniteError(
+                f"{source.path}: tensor {source.name}: a scale is not finite; the checkpoint is damaged, download it "
+                "again"
+            )
+        if record.layout is not None:
+            stored = self._context.encode(record.format, stored, last - first, record.cols)
+        return stored.reshape(-1)
+
     def _floats(self, source: SourceTensor, first: int, last: int) -> np.ndarray:
-        raw = read_rows(source, first, last)
+        raw = source.rows(first, last) if isinstance(source, ViewSource) else read_rows(source, first, last)
         if source.dtype == "F32":
             return raw.view("<f4")
         return self._context.to_f32(raw.view("<u2"), source.dtype.lower())

@@ -154,6 +154,12 @@ class ConfigReader:
             raise ConfigError(f"{self._where}: {key} = {value!r}, expected true or false")
         return value
 
+    def strings(self, key: str, default: list[str]) -> list[str]:
+        value = self._get(key, default, False)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{self._where}: {key} = {value!r}, expected a list of texts")
+        return value
+
     def table(self, key: str) -> dict:
         value = self._get(key, {}, False)
         if not isinstance(value, dict):

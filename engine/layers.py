@@ -83,11 +83,16 @@ class Layers:
             raise NumericsError(nonfinite_message(where))
         check(status, where)
 
-    def rope(self, x: Buffer, table, num_tokens: int, num_heads: int, head_dim: int, position: int) -> None:
-        """Rotate x [T, N, D] in place; table: a rope.RopeTable."""
+    def rope(
+        self, x: Buffer, table, num_tokens: int, num_heads: int, head_dim: int, position: int, start: int = 0
+    ) -> None:
+        """Rotate x [T, N, D] in place, from number `start` of every head on; table: a rope.RopeTable."""
         tables = (table.rotary_dim, table.cosines.ptr, table.sines.ptr)
         check(
-            lib.moe_rope(self.ctx, x.ptr, num_tokens, num_heads, head_dim, *tables, position, table.interleaved), "rope"
+            lib.moe_rope(
+                self.ctx, x.ptr + start, num_tokens, num_heads, head_dim, *tables, position, table.interleaved
+            ),
+            "rope",
         )
 
     def kv_store(self, kv, k: Buffer, v: Buffer, position: int, num_tokens: int) -> None:

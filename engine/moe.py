@@ -10,6 +10,7 @@ import numpy as np
 from .errors import NumericsError
 from .kernels import check, ffi, lib
 from .layers import Buffer, Layers, Linear, nonfinite_message
+from .weights.architectures import EXPERT_PARTS, expert_matrix_name
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,23 @@ class Router:
             rule.correction = correction.ptr
         if groups is not None:
             rule.num_groups, rule.top_groups, rule.group_score = groups.num_groups, groups.top_groups, groups.score
+
+
+def set_expert_biases(table, layer: int, num_experts: int, width: int, hidden_size: int, weights) -> list:
+    """Point the experts of a layer (table: C array of struct moe_expert pointers) at their biases; returns the vectors,
+    which the caller keeps alive. They stay in memory whatever holds the matrices."""
+    vectors = []
+    for e in range(num_experts):
+        for matrix, part in zip((table[e].gate, table[e].up, table[e].down), EXPERT_PARTS, strict=True):
+            size = hidden_size if part == "down_proj" else width
+            vectors.append(weights.vector(f"{expert_matrix_name(layer, e, part)}.bias", size))
+            matrix.bias = vectors[-1].ptr
+    return vectors
+
+
+def set_clamped_swiglu(table, num_experts: int, limit: float) -> None:
+    for e in range(num_experts):
+        table[e].activation, table[e].limit = lib.MOE_SWIGLU_CLAMPED, limit
 
 
 class MoeBuffers:

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..kernels import Context
 from ..kv_cache import KVCache, KVShape
 from ..layers import Buffer, Layers, Linear
-from ..moe import MoeBlock, MoeBuffers, Router
+from ..moe import MoeBlock, MoeBuffers, Router, set_clamped_swiglu, set_expert_biases
 from ..rope import RopeSpec, RopeTable, read_rope
 
 # Keys of config.json that cannot change what a forward pass computes, in every family.
@@ -48,15 +48,20 @@ class DecoderConfig:
         return frozenset() if self.num_experts else frozenset(range(self.num_hidden_layers))
 
 
-def decoder_fields(read: ConfigReader, *, theta: float, eps: float, head_dim: bool = True, tied: bool = False) -> dict:
-    """The fields of DecoderConfig but the experts. theta, eps, tied: the family's defaults for absent keys; head_dim: a
-    key of that name is allowed, otherwise it may only repeat hidden_size / num_attention_heads."""
+def decoder_fields(
+    read: ConfigReader, *, theta: float, eps: float, head_dim: bool | int = True, tied: bool = False,
+    rotary: float = 1.0, interleaved: bool = False,
+) -> dict:  # fmt: skip
+    """The fields of DecoderConfig but the experts. theta, eps, tied, rotary (the part of a head that turns) and
+    interleaved: the family's defaults for absent keys; head_dim: a key of that name is allowed, otherwise it may only
+    repeat hidden_size / num_attention_heads, or the number given."""
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
-    if not head_dim:
-        read.only("head_dim", hidden // heads)
-    dim = read.integer("head_dim", hidden // heads or 1)
-    if heads % kv_heads or dim % 2 or (not head_dim and hidden % heads):
+    default = head_dim if type(head_dim) is int else hidden // heads or 1
+    if head_dim is not True:
+        read.only("head_dim", default)
+    dim = read.integer("head_dim", default)
+    if heads % kv_heads or dim % 2 or (head_dim is False and hidden % heads):
         raise ConfigError(
             f"config.json: hidden_size {hidden}, num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim "
             f"{dim} do not divide into heads of even width"
@@ -71,7 +76,7 @@ def decoder_fields(read: ConfigReader, *, theta: float, eps: float, head_dim: bo
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": dim,
-        "rope": read_rope(read, dim, theta),
+        "rope": read_rope(read, dim, theta, rotary, interleaved),
         "rms_norm_eps": read.number("rms_norm_eps", eps),
         "vocab_size": read.integer("vocab_size"),
         "max_position_embeddings": read.integer("max_position_embeddings"),
@@ -265,16 +270,21 @@ class SharedExpert:
 
 
 class MoeMLP:
-    """Routed experts of layer n, and the shared one where there is one."""
+    """Routed experts of layer n, and the shared one where there is one. bias: router and experts have biases; clamp:
+    limit of gpt-oss's clamped SwiGLU, None for the plain one."""
 
     def __init__(
         self, c: DecoderConfig, n: int, width: int, weights, buffers: Buffers, router: Router, *,
-        shared: SharedExpert | None = None,
+        shared: SharedExpert | None = None, bias: bool = False, clamp: float | None = None,
     ):  # fmt: skip
         hidden, experts, top = c.hidden_size, c.num_experts, c.num_experts_per_tok
         self.shared, self.buffers = shared, buffers.moe(hidden, experts, top)
         matrices = weights.experts(n, experts, width, hidden)
-        router_weights = weights.matrix(f"layers.{n}.mlp.router", experts, hidden)
+        if bias:
+            self._biases = set_expert_biases(matrices.table, n, experts, width, hidden, weights)
+        if clamp is not None:
+            set_clamped_swiglu(matrices.table, experts, clamp)
+        router_weights = weights.matrix(f"layers.{n}.mlp.router", experts, hidden, bias=bias)
         self.routed = MoeBlock(f"layer {n}", router_weights, matrices, router, experts, top)
 
     def __call__(self, ops: Layers, x: Buffer, h: Buffer, num_tokens: int) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..errors import ConfigError
 from ..models import family, known
 from .errors import MissingTensorError, UnknownArchitectureError
+from .views import View
 
 ROLES = ("embed", "head", "attention", "norm", "bias", "router", "gate_up", "down", "shared", "mlp")
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")  # in the order of an expert record
@@ -24,11 +25,11 @@ _MAX_UNLISTED = 100_000
 
 class Expected(NamedTuple):
     """What a model needs: role, logical shape ([rows, cols], or [length] of a vector), and its name in the source: a
-    checkpoint's, or what gguf_slices.parse reads in a GGUF file."""
+    checkpoint's (or a views.View, or several to choose from), or what slices.parse reads in a GGUF file."""
 
     role: str
     shape: tuple[int, ...]
-    checkpoint_name: str
+    checkpoint_name: str | View | tuple
 
 
 def expert_matrix_name(layer: int, expert: int, part: str) -> str:
@@ -99,6 +100,11 @@ def output_axis(architecture: str) -> int | None:
     return getattr(family(architecture), "OUTPUT_AXIS", None)
 
 
+def readable_quantization(architecture: str) -> tuple[str, ...]:
+    """The quant_method values of quantized checkpoints that the family's views read as they are."""
+    return getattr(family(architecture), "READABLE_QUANTIZATION", ()) if architecture in known() else ()
+
+
 def _refuse_too_many(module, templates: Iterable[str], checked, num_listed: int) -> None:
     """Count before a name is made."""
     layers, experts = checked.num_hidden_layers, checked.num_experts
@@ -142,5 +148,7 @@ def expected_tensors(
 
 
 def _filled(source, n: int | None, e: int | None):
-    """A source name, or each of several, with layer and expert filled in."""
-    return source.format(n=n, e=e) if isinstance(source, str) else tuple(name.format(n=n, e=e) for name in source)
+    """A source name or View, or each of several, with layer and expert filled in."""
+    if isinstance(source, View):
+        return source.filled(n, e)
+    return source.format(n=n, e=e) if isinstance(source, str) else tuple(_filled(one, n, e) for one in source)
