@@ -49,21 +49,43 @@ class Router:
             rule.num_groups, rule.top_groups, rule.group_score = groups.num_groups, groups.top_groups, groups.score
 
 
-def set_expert_biases(table, layer: int, num_experts: int, width: int, hidden_size: int, weights) -> list:
-    """Point the experts of a layer (table: C array of struct moe_expert pointers) at their biases; returns the vectors,
-    which the caller keeps alive. They stay in memory whatever holds the matrices."""
-    vectors = []
-    for e in range(num_experts):
-        for matrix, part in zip((table[e].gate, table[e].up, table[e].down), EXPERT_PARTS, strict=True):
-            size = hidden_size if part == "down_proj" else width
-            vectors.append(weights.vector(f"{expert_matrix_name(layer, e, part)}.bias", size))
-            matrix.bias = vectors[-1].ptr
-    return vectors
+def change_experts(experts, change) -> None:
+    """Call change(table) with the C array of struct moe_expert pointers of a layer: now, or when a cache of streamed
+    experts is made. What it sets stays, whatever holds the matrices' bytes."""
+    if hasattr(experts, "table"):
+        change(experts.table)
+    else:
+        experts.when_open = change
 
 
-def set_clamped_swiglu(table, num_experts: int, limit: float) -> None:
-    for e in range(num_experts):
-        table[e].activation, table[e].limit = lib.MOE_SWIGLU_CLAMPED, limit
+class ExpertBiases:
+    """Biases of the experts of a layer, in memory; called with their table it points the experts at them."""
+
+    def __init__(self, layer: int, num_experts: int, width: int, hidden_size: int, weights):
+        sizes = (width, width, hidden_size)
+        self._vectors = [
+            [
+                weights.vector(f"{expert_matrix_name(layer, e, part)}.bias", size)
+                for part, size in zip(EXPERT_PARTS, sizes, strict=True)
+            ]
+            for e in range(num_experts)
+        ]
+
+    def __call__(self, table) -> None:
+        for e, vectors in enumerate(self._vectors):
+            for matrix, vector in zip((table[e].gate, table[e].up, table[e].down), vectors, strict=True):
+                matrix.bias = vector.ptr
+
+
+class ClampedSwiglu:
+    """The activation of gpt-oss for the experts of a layer."""
+
+    def __init__(self, num_experts: int, limit: float):
+        self.num_experts, self.limit = num_experts, limit
+
+    def __call__(self, table) -> None:
+        for e in range(self.num_experts):
+            table[e].activation, table[e].limit = lib.MOE_SWIGLU_CLAMPED, self.limit
 
 
 class MoeBuffers:

@@ -65,12 +65,15 @@ class StreamedExperts:
         self._stream, self.layer, self.num_experts = stream, layer, num_experts
         self.first_key = layer * num_experts
         self.cache: ExpertCache | None = None
+        self.when_open = None  # called with `table` once there is one: moe.change_experts
 
     def open(self, cache: ExpertCache, subset: _Subset) -> None:
         """Connect to the cache, which is made when it is known how much memory is left for it."""
         self.cache, self._subset = cache, subset
         first = self.first_key
         self.table = ffi.new("struct moe_expert *[]", [cache.structs + first + i for i in range(self.num_experts)])
+        if self.when_open is not None:
+            self.when_open(self.table)
 
     def run(self, layers, name: str, buffers, plan, num_used: int, x, num_tokens: int, top: int) -> None:
         """buffers.out [T * top, H] = the experts' outputs for x [T, H]; plan: the three arrays of moe_route_plan.

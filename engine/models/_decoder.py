@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..kernels import Context
 from ..kv_cache import KVCache, KVShape
 from ..layers import Buffer, Layers, Linear
-from ..moe import MoeBlock, MoeBuffers, Router, set_clamped_swiglu, set_expert_biases
+from ..moe import ClampedSwiglu, ExpertBiases, MoeBlock, MoeBuffers, Router, change_experts
 from ..rope import RopeSpec, RopeTable, read_rope
 
 # Keys of config.json that cannot change what a forward pass computes, in every family.
@@ -280,10 +280,11 @@ class MoeMLP:
         hidden, experts, top = c.hidden_size, c.num_experts, c.num_experts_per_tok
         self.shared, self.buffers = shared, buffers.moe(hidden, experts, top)
         matrices = weights.experts(n, experts, width, hidden)
-        if bias:
-            self._biases = set_expert_biases(matrices.table, n, experts, width, hidden, weights)
-        if clamp is not None:
-            set_clamped_swiglu(matrices.table, experts, clamp)
+        changes = [ExpertBiases(n, experts, width, hidden, weights)] if bias else []
+        changes += [ClampedSwiglu(experts, clamp)] if clamp is not None else []
+        if changes:
+            self._changes = changes  # keeps the biases alive
+            change_experts(matrices, lambda table: [change(table) for change in changes])
         router_weights = weights.matrix(f"layers.{n}.mlp.router", experts, hidden, bias=bias)
         self.routed = MoeBlock(f"layer {n}", router_weights, matrices, router, experts, top)
 
