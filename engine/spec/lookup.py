@@ -20,17 +20,22 @@ class LookupSource:
 
     def __init__(self, min_match: int = MIN_MATCH):
         self.min_match = min_match
-        self._places: dict[tuple, list[int]] = {}  # the min_match tokens before a place -> places, ascending
-        self._indexed = 0
+        self._tokens: list[int] = []  # the text so far; lists, because this runs beside every decode step
+        self._latest: dict[tuple, int] = {}  # min_match tokens -> the latest place behind them that has a successor
+        self._earlier: list[int] = []  # by place: the one before it with the same tokens, or 0
         self._text: np.ndarray | None = None
         self._at = 0
 
     def _index(self, text: np.ndarray) -> None:
-        # The last place has no successor yet, so it is indexed with the token that follows it.
-        m = self.min_match
-        for end in range(max(self._indexed + 1, m), len(text)):
-            self._places.setdefault(tuple(text[end - m : end].tolist()), []).append(end)
-        self._indexed = max(self._indexed, len(text) - 1)
+        """Take in new tokens. A place is indexed when the token at it is known, so the end of the text never is."""
+        tokens, m = self._tokens, self.min_match
+        first = len(tokens)
+        tokens.extend(text[first:].tolist())
+        for place in range(first, len(tokens)):
+            key = tuple(tokens[place - m : place]) if place >= m else None
+            self._earlier.append(self._latest.get(key, 0))
+            if key is not None:
+                self._latest[key] = place
 
     def _match_length(self, text: np.ndarray, place: int) -> int:
         limit = min(place, MAX_MATCH)
@@ -40,12 +45,16 @@ class LookupSource:
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:
         """See DraftSource. bucket: length of the match in powers of two above the minimum."""
         self._index(text)
-        if len(text) < self.min_match or limit < 1:
+        place = self._latest.get(tuple(self._tokens[-self.min_match :]), 0)
+        if not place or limit < 1:
             return None
-        places = self._places.get(tuple(text[len(text) - self.min_match :].tolist()))
-        if not places:
-            return None
-        length, self._at = max((self._match_length(text, p), p) for p in places[-MAX_CANDIDATES:])
+        best = (0, 0)
+        for _ in range(MAX_CANDIDATES):
+            best = max(best, (self._match_length(text, place), place))
+            place = self._earlier[place]
+            if not place:
+                break
+        length, self._at = best
         self._text = text
         return Offer(limit, min((length // self.min_match).bit_length(), 4))
 

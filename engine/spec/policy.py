@@ -9,11 +9,13 @@ from statistics import median
 
 from .drafts import MAX_ROWS
 
-MAX_LOSS = 0.03  # share of the decode time that failed windows may cost
+MAX_LOSS = 0.02  # share of the decode time that failed windows may cost
 STARTING_LOSS_TOKENS = 2.0  # plain decode steps' worth of loss allowed before any time has passed
 MIN_GAIN = 1.03  # a gain below this is noise
 PLAIN_REFRESH = 96  # rounds after which plain decode is measured again
-MAX_CREDIT_TOKENS = 16.0  # a gain of the past pays for at most so many steps of loss
+MIN_PLAIN = 4  # plain steps before anything else: the first after a prefill is slow and must not be the yardstick
+MAX_CREDIT_TOKENS = 4.0  # a gain of the past pays for at most so many steps of loss
+MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15
 PLAIN_UPDATE = 8  # plain steps after which their median is computed anew
 UNKNOWN_ROW = 1 / 3  # assumed cost of a second row before one was tried, in plain steps
@@ -36,7 +38,10 @@ class FixedPolicy:
     def rows(self, key, count: int, ms_per_draft: float) -> int:
         return min(self._rows, count + 1)
 
-    def record(self, key, rows: int, num_drafts: int, num_accepted: int, ms: float) -> None:
+    def record_plain(self, ms: float) -> None:
+        """Nothing to learn."""
+
+    def record(self, key, rows: int, num_accepted: int, ms: float) -> None:
         """Nothing to learn."""
 
 
@@ -104,9 +109,15 @@ class AutoPolicy:
         slope = (cost - self._costs[1]) / (last - 1) if last > 1 else UNKNOWN_ROW * cost
         for n in range(last + 1, MAX_ROWS + 1):
             self._costs[n] = cost + slope * (n - last)
+        # Lengths are not measured at the same time: a longer window that looks cheaper than a shorter one only shows
+        # that the machine was busy, and would make windows pay that never emit more than one token.
+        for n in range(MAX_ROWS - 1, 0, -1):
+            self._costs[n] = min(self._costs[n], self._costs[n + 1])
+        for n in range(2, MAX_ROWS + 1):
+            self._costs[n] = max(self._costs[n], self._costs[1] * (1 + MIN_ROW * (n - 1)))
 
     def _choose(self, key, count: int, ms_per_draft: float) -> tuple[int, str]:
-        if not self._samples[1] or self._since_plain >= PLAIN_REFRESH:
+        if len(self._samples[1]) < MIN_PLAIN or self._since_plain >= PLAIN_REFRESH:
             return 1, "measuring plain decode"
         plain = self._costs[1]
         acceptance = self._acceptance.setdefault(key, _Acceptance())
@@ -145,16 +156,23 @@ class AutoPolicy:
         self._last = rows
         return rows
 
-    def record(self, key, rows: int, num_drafts: int, num_accepted: int, ms: float) -> None:
-        """A round took `ms` (drafting included) for `rows` rows and emitted num_accepted + 1 tokens."""
+    def record_plain(self, ms: float) -> None:
+        """A plain step took `ms`. Runs beside every step of a text without drafts, so it does little."""
         self._rounds += 1
-        self._since_plain = 0 if rows == 1 else self._since_plain + 1
-        self._samples[rows].append(ms)
-        if rows > 1 or self._rounds % PLAIN_UPDATE == 1:
-            self._update_costs()
+        self._since_plain = 0
         self._elapsed += ms
-        if num_drafts:
-            self._acceptance.setdefault(key, _Acceptance()).update(num_drafts, num_accepted)
-        if self._samples[1] and rows > 1:
+        self._samples[1].append(ms)
+        if self._rounds <= MIN_PLAIN or self._rounds % PLAIN_UPDATE == 0:
+            self._update_costs()
+
+    def record(self, key, rows: int, num_accepted: int, ms: float) -> None:
+        """A window of rows >= 2 took `ms`, drafting included, and emitted num_accepted + 1 tokens."""
+        self._rounds += 1
+        self._since_plain += 1
+        self._elapsed += ms
+        self._samples[rows].append(ms)
+        self._update_costs()
+        self._acceptance.setdefault(key, _Acceptance()).update(rows - 1, num_accepted)
+        if self._samples[1]:
             plain = self._costs[1]
             self._loss = max(self._loss + ms - plain * (num_accepted + 1), -MAX_CREDIT_TOKENS * plain)

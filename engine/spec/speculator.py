@@ -22,16 +22,29 @@ class SourceStats:
 class SpecStats:
     """What speculation did. Index of the lists: position in the window (acceptance) or number of rows (windows, ms)."""
 
-    rounds: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
     draft_s: float = 0.0
     windows: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
     window_ms: list[float] = field(default_factory=lambda: [0.0] * (MAX_ROWS + 1))
     offered_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     sources: dict[str, SourceStats] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.windows)
+
+    @property
+    def drafted(self) -> int:
+        return sum(source.drafted for source in self.sources.values())
+
+    @property
+    def accepted(self) -> int:
+        return sum(source.accepted for source in self.sources.values())
+
+    @property
+    def tokens(self) -> int:
+        """Emitted: one a round, and the accepted drafts."""
+        return self.rounds + self.accepted
 
     def report(self) -> dict:
         """For --json: counts, rates, and by window length the rounds and mean ms."""
@@ -90,21 +103,20 @@ class Speculator:
     def commit(self, window: Window, num_picked: int) -> None:
         """The window emitted num_picked tokens: its accepted drafts and the model's own next one."""
         ms = (time.perf_counter() - window.started) * 1e3
-        rows, drafts, accepted, s = len(window.ids), len(window.ids) - 1, num_picked - 1, self.stats
-        self.policy.record(window.key, rows, drafts, accepted, ms)
-        s.rounds += 1
-        s.tokens += num_picked
-        s.drafted += drafts
-        s.accepted += accepted
+        rows, s = len(window.ids), self.stats
         s.windows[rows] += 1
         s.window_ms[rows] += ms
+        if rows == 1:
+            self.policy.record_plain(ms)
+            return
+        drafts, accepted = rows - 1, num_picked - 1
+        self.policy.record(window.key, rows, accepted, ms)
         for i in range(min(accepted + 1, drafts)):
             s.offered_at[i] += 1
             s.accepted_at[i] += i < accepted
-        if drafts:
-            source = s.sources.setdefault(window.key[0], SourceStats())
-            source.drafted += drafts
-            source.accepted += accepted
+        source = s.sources.setdefault(window.key[0], SourceStats())
+        source.drafted += drafts
+        source.accepted += accepted
 
 
 class _Plain:
