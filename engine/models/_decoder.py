@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import ConfigReader
+from ..config import MAX_WINDOW_ROWS, ConfigReader
 from ..errors import ConfigError
 from ..kernels import Context
 from ..kv_cache import KVCache, KVShape
@@ -332,7 +332,7 @@ class Decoder:
         head = self.embed_tokens if c.tie_word_embeddings else weights.matrix("lm_head", c.vocab_size, c.hidden_size)
         self.lm_head = Linear(head)
         self.rope = RopeTable(c.rope, num_positions)
-        self.logits = Buffer(1, c.vocab_size)
+        self.logits = Buffer(min(MAX_WINDOW_ROWS, max_tokens), c.vocab_size)
 
     def make_attention(self, n: int, weights):
         """The attention of layer n: called as Attention is, with the kv_shape of its cache."""
