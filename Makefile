@@ -56,6 +56,7 @@ matrix: ## which kernel every format has on every tier, for review
 
 golden: ## remake tests/data/golden from the reference implementation (pip install -e .[oracle])
 	$(PYTHON) scripts/make_golden.py
+	$(PYTHON) scripts/make_chat_golden.py
 
 clean: ## remove what building leaves behind
 	rm -rf build dist out *.egg-info engine/_native.c engine/*.so .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,13 @@ from .quantize import Quantizer, RoleFormats
 
 __all__ = ["ConversionReport", "RoleFormats", "convert"]
 
-SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True)

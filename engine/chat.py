@@ -3,9 +3,24 @@
 Owns what is reused between turns and what happens when the context is full; knows no terminal.
 """
 
+import re
+
 from .chat_template import ChatTemplate, special_tokens
 from .errors import ConfigError
 from .session import Session
+
+# A part of gpt-oss's answers: its channel, perhaps a recipient, and its text up to the next part.
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|start\|>|<\|channel\|>|\Z)", re.S)
+
+
+def assistant_message(text: str) -> dict:
+    """The message of an answer. gpt-oss's channels become the fields that its template wants; other text is content."""
+    if "<|channel|>" not in text:
+        return {"role": "assistant", "content": text}
+    parts = _CHANNEL.findall(text)
+    thoughts = [part for channel, part in parts if channel == "analysis"]
+    said = [part for channel, part in parts if channel != "analysis"]
+    return {"role": "assistant", "content": "\n".join(said)} | ({"thinking": "\n".join(thoughts)} if thoughts else {})
 
 
 class Conversation:
@@ -90,7 +105,7 @@ class Conversation:
 
     def keep(self, generation) -> None:
         """Add the answer, also one that was interrupted."""
-        self.messages.append({"role": "assistant", "content": generation.text})
+        self.messages.append(assistant_message(generation.text))
         # A stop text or half a character is in the tokens but not in the text.
         if self.engine.tokenizer.decode(generation.token_ids) == generation.text:
             self._text, self._ids = self._text + generation.text, self._ids + generation.token_ids

@@ -78,12 +78,14 @@ def active_parameters(roles: dict[str, Group], config: dict, tied_head: bool) ->
 
 def tokenizer_facts(files) -> dict | None:
     """Sizes, special ids and rules of the tokenizer; {"error": ...} when it cannot be used, None without one."""
+    from .chat_template import templates
     from .tokenizer import Tokenizer
 
     if files.tokenizer_dir is None and files.gguf_metadata is None:
         return None
     try:
         tokenizer = Tokenizer.of_model(files, model_vocab_size=files.config["vocab_size"])
+        chat_templates = templates(files)
     except WeightsError as error:
         return {"error": str(error)}
     return {
@@ -92,7 +94,7 @@ def tokenizer_facts(files) -> dict | None:
         "bos_id": tokenizer.bos_id,
         "eos_ids": sorted(tokenizer.eos_ids),
         "adds_bos": tokenizer.adds_bos,
-        "chat_template": "chat_template" in tokenizer.config,
+        "chat_template": bool(chat_templates),
     }
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from .errors import ConfigError, WeightsError
 
+# gpt-oss begins the parts of an answer with these; unseen, its thoughts and its answer would run into each other.
+_MARKERS = frozenset({"<|start|>", "<|channel|>", "<|message|>"})
 _UNDERSCORE = "\u2581"  # what SentencePiece vocabularies write for a space
 
 
@@ -88,7 +90,8 @@ class Tokenizer:
         self._alphabet = byte_level_alphabet() if self._kind == "byte_level" else {}
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        shown = _MARKERS if {token.content for token in added.values()} >= _MARKERS else frozenset()
+        self._special = frozenset(n for n, token in added.items() if token.special and token.content not in shown)
         # The highest id counts, not the number of tokens: a vocabulary may have holes.
         self.vocab_size: int = max(self._backend.get_vocab(True).values(), default=-1) + 1
         self.config = config or {}

@@ -18,7 +18,7 @@ import tiny_models
 from cli_program import ENVIRONMENT, LONG_CONTEXT, PROGRAM, ROOT, assert_error, make_snapshot, run
 
 import engine
-from engine.chat import Conversation
+from engine.chat import Conversation, assistant_message
 from engine.chat_template import ChatTemplate, choose_template
 from engine.errors import ConfigError
 
@@ -113,6 +113,16 @@ def test_reset_keeps_nothing_but_a_system_message(loaded):
     assert (again.prompt_token_ids, again.text) == (first.prompt_token_ids, first.text)
     chat.reset()
     assert chat.messages == []
+
+
+def test_channels_of_an_answer_become_fields():
+    text = "<|channel|>analysis<|message|>Hm.\n<|start|>assistant<|channel|>final<|message|>Hello"
+    assert assistant_message(text) == {"role": "assistant", "content": "Hello", "thinking": "Hm.\n"}
+    cut = "<|channel|>analysis<|message|>Hm"
+    assert assistant_message(cut) == {"role": "assistant", "content": "", "thinking": "Hm"}
+    call = "<|channel|>commentary to=functions.f json<|message|>{}"
+    assert assistant_message(call)["content"] == "{}"
+    assert assistant_message("plain") == {"role": "assistant", "content": "plain"}
 
 
 # ---- a full context --------------------------------------------------------------------------------------------------
