@@ -21,6 +21,7 @@ class RuntimeConfig:
     isa: exact CPU tier; None = MILLSTREAM_ISA when set (for tests), else the best this CPU runs.
     ctx: positions kept in the KV cache; None = the model's max_position_embeddings.
     kv: element type of the KV cache, "f16" or "f32".
+    arith: "canonical" = quantized weights meet int8 activations; "float" = float32 activations, weights dequantized.
     expert_layout: "fast" = experts re-coded to strips when first used, "compact" = storage rows re-coded in every
     call, "auto".
     draft_model: directory or file of a small model that drafts tokens for speculation.
@@ -35,6 +36,7 @@ class RuntimeConfig:
     ctx: int | None = None
     kv: str = "f16"
     expert_layout: str = "auto"
+    arith: str = "canonical"
     draft_model: str | None = None
     ram: float | None = None
     expert_slots: int | None = None
@@ -49,6 +51,8 @@ class RuntimeConfig:
             raise ConfigError(f"ctx: got {self.ctx}, expected at least 1")
         if self.kv not in ("f16", "f32"):
             raise ConfigError(f"kv: got {self.kv!r}, expected f16 or f32")
+        if self.arith not in ("canonical", "float"):
+            raise ConfigError(f"arith: got {self.arith!r}, expected canonical or float")
         if self.expert_layout not in ("auto", "fast", "compact"):
             raise ConfigError(f"expert_layout: got {self.expert_layout!r}, expected auto, fast or compact")
         if self.ram is not None and not 0 < self.ram < 1 << 20:

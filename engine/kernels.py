@@ -114,13 +114,17 @@ class Matrix:
         self.bias, self.cdata.bias = bias, address(bias, "float *")
 
 
+ARITHMETICS = {"canonical": lib.MOE_ARITH_CANONICAL, "float": lib.MOE_ARITH_FLOAT}
+
+
 class Context:
     """One CPU tier and one thread pool.
 
-    tier: None for the best this CPU runs, or a name that is then used exactly. Raises KernelError when it cannot be.
+    tier: None for the best this CPU runs, or a name that is then used exactly. arith: what quantized weights meet in
+    products, "canonical" (int8 activations) or "float". Raises KernelError when a tier cannot be used.
     """
 
-    def __init__(self, tier: str | None = None, num_threads: int | None = None):
+    def __init__(self, tier: str | None = None, num_threads: int | None = None, arith: str = "canonical"):
         if num_threads is None:
             from .hardware import usable_cpus
 
@@ -137,7 +141,8 @@ class Context:
             raise KernelError(f"a context of {num_threads} threads: {text(error[0])}")
         self.handle = ffi.gc(handle, lib.moe_ctx_destroy)
         self.tier = text(lib.moe_ctx_tier(handle))
-        self.num_threads = num_threads
+        self.num_threads, self.arith = num_threads, arith
+        check(lib.moe_ctx_set_arith(self.handle, ARITHMETICS[arith]), f"arithmetic {arith}")
         self._layouts: dict[str, object] = {}
         self._formats: dict[str, object] = {}
 

@@ -37,7 +37,7 @@ class Engine:
         model_module = family(self.files.architecture)
         self.max_context = self._context_length(options.ctx)
         self.tokenizer = Tokenizer.of_model(self.files, options.force_tokenizer)  # refuses before weights are read
-        self.context = Context(options.isa, options.threads)
+        self.context = Context(options.isa, options.threads, options.arith)
         self.expert_layout, self.stream = plan_experts(self.files, self.context, options, self.max_context)
         if self.stream:
             loader = self.loader = StreamLoader(self.files, self.context, self.stream)
@@ -127,7 +127,8 @@ class Engine:
 def load(path: str | Path | None = None, **options) -> Engine:
     """Open a model directory or file; without a path, the small model that ships with the package.
 
-    options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, draft_model ...). Raises an EngineError
+    options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, arith, draft_model
+    ...). Raises an EngineError
     subclass that says what to do.
     """
     return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(**options))

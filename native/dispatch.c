@@ -113,6 +113,13 @@ static const struct moe_layout *find_layout(const char *name, const char *tier) 
     return 0;
 }
 
+int moe_ctx_set_arith(struct moe_ctx *ctx, int arith) {
+    const char *error;
+    if (!ctx || (arith != MOE_ARITH_CANONICAL && arith != MOE_ARITH_FLOAT)) return MOE_BAD_ARGUMENT;
+    ctx->float_rows = arith == MOE_ARITH_FLOAT ? moe_select_layout(ctx, "rows_f32", &error) : 0;
+    return arith == MOE_ARITH_FLOAT && !ctx->float_rows ? MOE_NO_KERNEL : MOE_OK;
+}
+
 static const struct moe_format *find_format(const char *name, const char *tier) {
     for (int i = 0; i < NUM_FORMATS; i++)
         if (moe_same_name(formats[i]->name, name) && moe_same_name(formats[i]->tier, tier)) return formats[i];

@@ -194,17 +194,18 @@ static const struct unit *unit_of_task(const struct experts_job *j, int task, in
 }
 
 /* Strips of rows [row0, row1), counted as the strips do. */
-static struct moe_span span_of_rows(const struct moe_matrix *w, int row0, int row1, char *scratch) {
+static struct moe_span span_of_rows(const struct experts_job *j, const struct moe_matrix *w, int row0, int row1, char *scratch) {
     int strip_rows = w->layout->strip_rows;
-    return moe_span(w, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows, scratch);
+    return moe_span(j->ctx, w, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows, scratch);
 }
 static struct moe_runs runs_of_rows(const struct moe_matrix *w, int row0, int row1) {
     int strip_rows = w->layout->strip_rows;
     return moe_runs(w, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows);
 }
-/* Rows whose strips are ready at once: all, or those that a compact matrix re-codes into scratch. */
-static int span_rows(const struct moe_matrix *w, int rows) {
-    return w->storage ? moe_span_strips(w) * w->layout->strip_rows : rows;
+/* Rows whose strips are ready at once: all, or those that are made in scratch. */
+static int span_rows(const struct experts_job *j, const struct moe_matrix *w, int rows) {
+    int strips = moe_span_strips(j->ctx, w);
+    return strips ? strips * w->layout->strip_rows : rows;
 }
 
 static void multiply_rows(const struct experts_job *j, const struct moe_matrix *w, const struct moe_span *span,
@@ -217,10 +218,11 @@ static void multiply_rows(const struct experts_job *j, const struct moe_matrix *
 
 static void quantize_hidden(const struct experts_job *j, const struct unit *u) {
     const struct moe_matrix *down = &u->expert->down;
-    if (down->layout->activation == MOE_ACT_F32) return;
+    const int form = moe_form(j->ctx, down);
+    if (form == MOE_ACT_F32) return;
     for (int i = u->slot; i < u->slot + u->count; i++)
-        j->vec->quantize_q8(j->act_h + (size_t)i * j->act_h_stride, j->hidden + (size_t)i * j->hidden_stride,
-                            down->cols, down->layout->activation);
+        moe_activate_row(j->vec, j->act_h + (size_t)i * j->act_h_stride, form, j->hidden + (size_t)i * j->hidden_stride,
+                         down->cols);
 }
 
 static void activate_rows(const struct moe_vector_ops *vec, const struct moe_expert *e, float *gate, const float *up,
@@ -233,10 +235,11 @@ static void activate_rows(const struct moe_vector_ops *vec, const struct moe_exp
 static void gate_up_rows(const struct experts_job *j, const struct unit *u, int worker, int row0, int row1) {
     const struct moe_matrix *gate = &u->expert->gate, *up = &u->expert->up;
     char *scratch = j->spans + (size_t)worker * j->span_bytes;
-    const struct moe_span gate_span = span_of_rows(gate, row0, row1, scratch);
-    const struct moe_span up_span = span_of_rows(up, row0, row1, scratch + j->gate_span_bytes);
+    const struct moe_span gate_span = span_of_rows(j, gate, row0, row1, scratch);
+    const struct moe_span up_span = span_of_rows(j, up, row0, row1, scratch + j->gate_span_bytes);
     /* Rows as the strips count them; where those are scattered, gate and up have the same strips (expert_ok). */
     const struct moe_runs runs = runs_of_rows(gate, row0, row1), up_runs = runs_of_rows(up, row0, row1);
+    const int gate_form = moe_form(j->ctx, gate), up_form = moe_form(j->ctx, up);
     float *g[MOE_MAX_TOKENS], *v[MOE_MAX_TOKENS];
     const void *xg[MOE_MAX_TOKENS], *xu[MOE_MAX_TOKENS];
     for (int i = 0; i < u->count; i += MOE_MAX_TOKENS) {
@@ -245,8 +248,8 @@ static void gate_up_rows(const struct experts_job *j, const struct unit *u, int 
             size_t token = (size_t)(u->assignments[i + t] / j->num_experts_per_tok);
             g[t] = j->hidden + (size_t)(u->slot + i + t) * j->hidden_stride;
             v[t] = j->up + ((size_t)worker * MOE_MAX_TOKENS + (size_t)t) * j->hidden_stride;
-            xg[t] = j->act_x[gate->layout->activation] + token * j->act_x_stride[gate->layout->activation];
-            xu[t] = j->act_x[up->layout->activation] + token * j->act_x_stride[up->layout->activation];
+            xg[t] = j->act_x[gate_form] + token * j->act_x_stride[gate_form];
+            xu[t] = j->act_x[up_form] + token * j->act_x_stride[up_form];
         }
         multiply_rows(j, gate, &gate_span, runs, g, xg, n);
         multiply_rows(j, up, &up_span, up_runs, v, xu, n);
@@ -260,16 +263,16 @@ static void gate_up_task(void *arg, int task, int worker) {
     const struct experts_job *j = arg;
     struct unit *u = (struct unit *)unit_of_task(j, task, 0);
     int row = (task - u->first_task) * u->rows_per_task, end = min_int(row + u->rows_per_task, u->expert->gate.rows);
-    int step = min_int(span_rows(&u->expert->gate, end - row), span_rows(&u->expert->up, end - row));
+    int step = min_int(span_rows(j, &u->expert->gate, end - row), span_rows(j, &u->expert->up, end - row));
     for (; row < end; row += step) gate_up_rows(j, u, worker, row, min_int(row + step, end));
     if (atomic_fetch_sub(&u->blocks_left, 1) == 1) quantize_hidden(j, u);
 }
 
 static void down_rows(const struct experts_job *j, const struct unit *u, int worker, int row0, int row1) {
     const struct moe_matrix *down = &u->expert->down;
-    const struct moe_span span = span_of_rows(down, row0, row1, j->spans + (size_t)worker * j->span_bytes);
+    const struct moe_span span = span_of_rows(j, down, row0, row1, j->spans + (size_t)worker * j->span_bytes);
     const struct moe_runs runs = runs_of_rows(down, row0, row1);
-    int is_f32 = down->layout->activation == MOE_ACT_F32;
+    int is_f32 = moe_form(j->ctx, down) == MOE_ACT_F32;
     float *y[MOE_MAX_TOKENS];
     const void *x[MOE_MAX_TOKENS];
     for (int i = 0; i < u->count; i += MOE_MAX_TOKENS) {
@@ -289,7 +292,7 @@ static void down_task(void *arg, int task, int worker) {
     const struct moe_matrix *down = &u->expert->down;
     int per_task = u->down_strips_per_task * down->layout->strip_rows;
     int row = (task - u->first_down_task) * per_task, end = min_int(row + per_task, down->rows);
-    int step = span_rows(down, end - row);
+    int step = span_rows(j, down, end - row);
     for (; row < end; row += step) down_rows(j, u, worker, row, min_int(row + step, end));
 }
 
@@ -341,23 +344,23 @@ struct experts_call { /* the public arguments that the steps below share */
     size_t gate_span, up_span, down_span; /* most scratch for compact strips */
 };
 
-static void need_span(size_t *bytes, const struct moe_matrix *w) {
-    if (moe_span_bytes(w) > *bytes) *bytes = moe_span_bytes(w);
+static void need_span(size_t *bytes, const struct moe_ctx *ctx, const struct moe_matrix *w) {
+    if (moe_span_bytes(ctx, w) > *bytes) *bytes = moe_span_bytes(ctx, w);
 }
 
-static int check_call(struct experts_call *c, int num_experts_per_tok, int *hidden_size, size_t *act_h_stride) {
+static int check_call(struct experts_call *c, const struct moe_ctx *ctx, int num_experts_per_tok, int *hidden_size, size_t *act_h_stride) {
     for (int i = 0; i < c->num_experts; i++) {
         if (c->expert_ids[i] < 0 || c->offsets[i] < 0 || c->offsets[i + 1] < c->offsets[i]) return 0;
         const struct moe_expert *e = c->table[c->expert_ids[i]];
         if (!e) return 0;
         if (!i) *hidden_size = e->gate.cols;
         if (!expert_ok(e, *hidden_size)) return 0;
-        c->forms[e->gate.layout->activation] = c->forms[e->up.layout->activation] = 1;
+        c->forms[moe_form(ctx, &e->gate)] = c->forms[moe_form(ctx, &e->up)] = 1;
         c->rows = max_int(c->rows, e->gate.rows);
-        need_span(&c->gate_span, &e->gate);
-        need_span(&c->up_span, &e->up);
-        need_span(&c->down_span, &e->down);
-        int form = e->down.layout->activation;
+        need_span(&c->gate_span, ctx, &e->gate);
+        need_span(&c->up_span, ctx, &e->up);
+        need_span(&c->down_span, ctx, &e->down);
+        int form = moe_form(ctx, &e->down);
         size_t bytes = form == MOE_ACT_F32 ? 0 : moe_activation_bytes(form, e->down.cols);
         if (bytes > *act_h_stride) *act_h_stride = bytes;
         for (int32_t k = c->offsets[i]; k < c->offsets[i + 1]; k++)
@@ -439,7 +442,7 @@ int moe_experts(struct moe_ctx *ctx, float *out, const struct moe_expert *const 
                                 .assignments = assignments, .num_experts = num_experts, .num_tokens = num_tokens};
     struct experts_job job = {.ctx = ctx, .vec = ctx->vec, .out = out, .x = x,
                               .num_experts_per_tok = num_experts_per_tok};
-    if (!check_call(&call, num_experts_per_tok, &job.hidden_size, &job.act_h_stride)) return MOE_BAD_ARGUMENT;
+    if (!check_call(&call, ctx, num_experts_per_tok, &job.hidden_size, &job.act_h_stride)) return MOE_BAD_ARGUMENT;
     if (!num_experts || offsets[num_experts] == offsets[0]) return MOE_OK;
     uint32_t saved = moe_enter(ctx);
     return moe_leave(ctx, saved, run_experts(&job, &call));

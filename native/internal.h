@@ -20,7 +20,7 @@ struct moe_act_view {
     const int32_t *sum32;
 };
 static inline size_t moe_round64(size_t n) { return (n + 63) & ~(size_t)63; }
-enum { MOE_NUM_ACT = MOE_ACT_Q8_256_ROTATED + 1 };
+enum { MOE_NUM_ACT = MOE_ACT_F32_ROTATED + 1 };
 static inline int moe_act_block(int activation) { return activation >= MOE_ACT_Q8_256 ? 256 : 32; }
 static inline struct moe_act_view moe_act_view(const void *act, int activation, int cols) {
     const char *p = (const char *)act;
@@ -39,6 +39,7 @@ static inline struct moe_act_view moe_act_view(const void *act, int activation, 
 struct moe_vector_ops {
     const char *tier;
     void (*quantize_q8)(void *act, const float *x, int cols, int activation);
+    void (*rotate)(float *y, const float *x, int cols); /* native/rotation.h; cols a multiple of 256, y is not x */
     void (*rmsnorm)(float *y, const float *x, const float *weight, int n, float eps);
     void (*clip)(float *x, int64_t n, float limit);
     void (*softmax)(float *y, const float *x, int n);            /* max, exp, 16-lane sum, divide */
@@ -82,6 +83,7 @@ struct moe_ctx {
     const struct moe_attention_ops *attn;
     struct moe_pool *pool;
     int num_threads;
+    const struct moe_layout *float_rows;   /* rows_f32 under MOE_ARITH_FLOAT, NULL under MOE_ARITH_CANONICAL */
     void *scratch;                         /* grow-only, 64-byte aligned, used by one call at a time */
     size_t scratch_bytes;
 };

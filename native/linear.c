@@ -34,7 +34,7 @@ static const struct moe_layout *scalar_layout(const char *name) {
 
 static int layout_ok(const struct moe_layout *k, int cols) {
     if (!k || !k->matmul || !k->strip_bytes || k->block_len < 1) return 0;
-    if (k->strip_rows < 1 || k->strip_rows > MAX_TASK_ROWS) return 0;
+    if (k->strip_rows < 1 || k->strip_rows > MOE_SPAN_MAX_ROWS) return 0;
     return cols > 0 && cols % k->block_len == 0 && moe_activation_bytes(k->activation, cols) > 0;
 }
 
@@ -107,18 +107,48 @@ static void encode_strips(void *arg, int64_t first, int64_t last) {
     for (int64_t s = first; s < last; s++) encode_strip(j, s, j->out + (size_t)s * j->strip_bytes);
 }
 
-struct moe_span moe_span(const struct moe_matrix *w, int first, int last, void *scratch) {
-    struct moe_span span = {w->layout, w->data, 0, w->rows, w->cols, first, last};
-    if (!w->storage) return span;
+/* Strips [first, last) of a compact matrix in scratch. */
+static void recode_span(struct moe_span *span, const struct moe_matrix *w, int first, int last, void *scratch) {
     struct encode_job job = {scratch, w->data, w->storage, w->layout, moe_row_bytes(w->storage, w->cols),
                              w->layout->strip_bytes(w->cols), w->rows, w->cols};
     for (int s = first; s < last; s++) encode_strip(&job, s, job.out + (size_t)(s - first) * job.strip_bytes);
-    span.data = scratch;
-    span.row0 = w->layout->scattered ? first : (int64_t)first * w->layout->strip_rows;
-    if (!w->layout->scattered) span.rows -= (int)span.row0; /* scattered rows are `rows / strip_rows` apart */
-    span.first = 0;
-    span.last = last - first;
+    span->data = scratch;
+    span->row0 = w->layout->scattered ? first : (int64_t)first * w->layout->strip_rows;
+    if (!w->layout->scattered) span->rows -= (int)span->row0; /* scattered rows are `rows / strip_rows` apart */
+    span->first = 0;
+    span->last = last - first;
+}
+
+/* The one strip of the span as rows of float32. */
+static void float_span(struct moe_span *span, const struct moe_ctx *ctx, const struct moe_matrix *w, int strip, float *rows) {
+    const int strip_rows = w->layout->strip_rows;
+    const char *data = (const char *)span->data + (size_t)span->first * w->layout->strip_bytes(w->cols);
+    w->layout->dequantize_strip(rows, data, w->cols);
+    *span = (struct moe_span){.layout = ctx->float_rows, .data = rows, .row0 = (int64_t)strip * strip_rows, .cols = w->cols};
+    span->rows = w->rows - span->row0 < strip_rows ? w->rows - (int)span->row0 : strip_rows;
+    if (w->layout->scattered) {
+        span->row0 = strip;
+        span->stride = moe_strips(w);
+        span->rows = strip_rows;
+    }
+    span->last = span->rows;
+}
+
+struct moe_span moe_span(const struct moe_ctx *ctx, const struct moe_matrix *w, int first, int last, void *scratch) {
+    struct moe_span span = {w->layout, w->data, 0, w->rows, w->cols, first, last, 0};
+    if (w->storage) recode_span(&span, w, first, last, scratch);
+    if (!moe_span_is_float(ctx, w)) return span;
+    size_t strips = w->storage ? moe_round64(w->layout->strip_bytes(w->cols)) : 0;
+    float_span(&span, ctx, w, first, (float *)(void *)((char *)scratch + strips));
     return span;
+}
+
+void moe_multiply(const struct moe_span *s, float *const *y, const void *const *x, int n) {
+    float *at[MOE_MAX_TOKENS] = {0}, apart[MOE_MAX_TOKENS][MOE_SPAN_MAX_ROWS];
+    for (int t = 0; t < n; t++) at[t] = s->stride ? apart[t] : y[t] + s->row0;
+    s->layout->matmul(at, s->data, s->rows, s->cols, s->first, s->last, x, n);
+    for (int t = 0; s->stride && t < n; t++)
+        for (int r = 0; r < s->rows; r++) y[t][s->row0 + (int64_t)r * s->stride] = apart[t][r];
 }
 
 int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, const struct moe_layout *layout,
@@ -257,6 +287,7 @@ size_t moe_activation_bytes(int activation, int cols) {
     if (activation == MOE_ACT_F32) return moe_round64((size_t)cols * 4);
     if (activation < MOE_ACT_Q8_32 || activation >= MOE_NUM_ACT) return 0;
     if (cols % moe_act_block(activation)) return 0;
+    if (activation == MOE_ACT_F32_ROTATED) return moe_round64((size_t)cols * 4);
     size_t n = (size_t)cols, scales = n / (size_t)moe_act_block(activation);
     return moe_round64(n) + moe_round64(scales * 4) + moe_round64(n / 16 * 2) + moe_round64(n / 32 * 4);
 }
@@ -277,7 +308,7 @@ static void activate_rows(void *arg, int64_t first, int64_t last) {
         char *out = j->out + (size_t)t * j->stride;
         const float *x = j->x + t * j->cols;
         if (j->activation == MOE_ACT_F32) memcpy(out, x, (size_t)j->cols * 4);
-        else j->vec->quantize_q8(out, x, j->cols, j->activation);
+        else moe_activate_row(j->vec, out, j->activation, x, j->cols);
     }
 }
 
@@ -303,6 +334,7 @@ struct linear_part { /* one matrix of the call */
     int strips_per_task, strip_blocks, first_task;
 };
 struct linear_job {
+    const struct moe_ctx *ctx;
     const struct moe_vector_ops *vec;
     struct linear_part *parts;
     int num_parts, num_tasks, num_tokens, tokens_per_task, add;
@@ -340,10 +372,11 @@ static void linear_task(void *arg, int task, int worker) {
     int t0 = task / p->strip_blocks * j->tokens_per_task, end = t0 + j->tokens_per_task;
     if (last > moe_strips(p->w)) last = moe_strips(p->w);
     if (end > j->num_tokens) end = j->num_tokens;
-    int step = p->w->storage ? moe_span_strips(p->w) : last - first;
+    int step = moe_span_strips(j->ctx, p->w);
+    if (!step) step = last - first;
     for (int stop; first < last; first = stop) {
         stop = last - first < step ? last : first + step;
-        struct moe_span span = moe_span(p->w, first, stop, j->spans + (size_t)worker * j->span_bytes);
+        struct moe_span span = moe_span(j->ctx, p->w, first, stop, j->spans + (size_t)worker * j->span_bytes);
         struct moe_runs runs = moe_runs(p->w, first, stop);
         for (int t = t0; t < end; t += MOE_MAX_TOKENS)
             linear_group(j, p, &span, runs, t, end - t < MOE_MAX_TOKENS ? end - t : MOE_MAX_TOKENS);
@@ -387,8 +420,8 @@ static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, fl
     int cols = w[0]->cols, wanted[MOE_NUM_ACT] = {0};
     size_t offset[MOE_NUM_ACT] = {0}, bytes = 0, span_bytes = 0;
     for (int m = 0; m < num_matrices; m++) {
-        wanted[w[m]->layout->activation] = 1;
-        if (moe_span_bytes(w[m]) > span_bytes) span_bytes = moe_span_bytes(w[m]);
+        wanted[moe_form(ctx, w[m])] = 1;
+        if (moe_span_bytes(ctx, w[m]) > span_bytes) span_bytes = moe_span_bytes(ctx, w[m]);
     }
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) {
         offset[form] = bytes;
@@ -401,7 +434,7 @@ static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, fl
         if (wanted[form]) moe_activate(ctx, scratch + offset[form], form, x, 0, num_tokens, cols);
     struct linear_part *parts = (struct linear_part *)(void *)(scratch + bytes);
     for (int m = 0; m < num_matrices; m++) {
-        int form = w[m]->layout->activation;
+        int form = moe_form(ctx, w[m]);
         parts[m] = (struct linear_part){.w = w[m], .y = y[m], .act = scratch + offset[form],
                                         .act_stride = moe_activation_bytes(form, cols)};
         if (form == MOE_ACT_F32) {
@@ -409,7 +442,7 @@ static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, fl
             parts[m].act_stride = (size_t)cols * 4;
         }
     }
-    struct linear_job job = {.vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens = num_tokens,
+    struct linear_job job = {.ctx = ctx, .vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens = num_tokens,
                              .add = add, .spans = scratch + spans_at, .span_bytes = span_bytes};
     plan_linear(ctx, &job);
     return MOE_OK;
@@ -446,7 +479,9 @@ static void embed_task(void *arg, int task, int worker) {
         const void *data = w->data;
         if (w->storage) {
             int strip = row / strip_rows;
-            data = moe_span(w, strip, strip + 1, j->spans + (size_t)worker * j->strip_bytes).data;
+            struct moe_span span = {0};
+            recode_span(&span, w, strip, strip + 1, j->spans + (size_t)worker * j->strip_bytes);
+            data = span.data;
             row %= strip_rows;
         }
         j->exact->dequantize_row(j->y + (int64_t)t * w->cols, data, w->cols, row);

@@ -29,29 +29,43 @@ static inline struct moe_runs moe_runs(const struct moe_matrix *w, int first, in
     if (w->layout->scattered) return (struct moe_runs){first, last - first, moe_strips(w), w->layout->strip_rows};
     return (struct moe_runs){row0, (row1 < w->rows ? row1 : w->rows) - row0, 0, 1};
 }
-/* Strips ready for their kernel: those of the matrix, or re-coded ones of a compact matrix in scratch. */
-enum { MOE_SPAN_ROWS = 16 }; /* rows re-coded at once, if a strip is not longer: two strips stay in L1 and L2 */
+/* The form of activations that w multiplies on this context. */
+static inline int moe_form(const struct moe_ctx *ctx, const struct moe_matrix *w) {
+    if (!ctx->float_rows || !w->layout->dequantize_strip) return w->layout->activation;
+    return w->layout->activation == MOE_ACT_Q8_256_ROTATED ? MOE_ACT_F32_ROTATED : MOE_ACT_F32;
+}
+/* One token into a form other than MOE_ACT_F32. */
+static inline void moe_activate_row(const struct moe_vector_ops *vec, void *out, int form, const float *x, int cols) {
+    if (form == MOE_ACT_F32_ROTATED) vec->rotate(out, x, cols);
+    else vec->quantize_q8(out, x, cols, form);
+}
+
+/* Strips ready for a kernel: those of the matrix, or made in scratch right before use. Scratch holds re-coded strips of
+ * a compact matrix and, under the float arithmetic, the rows of one strip as float32. */
+enum { MOE_SPAN_ROWS = 16, MOE_SPAN_MAX_ROWS = 32 }; /* rows re-coded at once, if a strip is not longer; longest strip */
 struct moe_span {
     const struct moe_layout *layout;
     const void *data;
     int64_t row0; /* the kernel's row 0 is this one of the matrix */
     int rows, cols, first, last;
+    int stride;   /* 0, or how far apart its rows are in the matrix */
 };
-/* Most strips of one span of a compact matrix. */
-static inline int moe_span_strips(const struct moe_matrix *w) {
-    return (MOE_SPAN_ROWS + w->layout->strip_rows - 1) / w->layout->strip_rows;
+static inline int moe_span_is_float(const struct moe_ctx *ctx, const struct moe_matrix *w) {
+    return ctx->float_rows && w->layout->dequantize_strip;
 }
-/* Bytes of scratch that a span takes; 0 for strips, whose spans are of any length. */
-static inline size_t moe_span_bytes(const struct moe_matrix *w) {
-    return w->storage ? moe_round64((size_t)moe_span_strips(w) * w->layout->strip_bytes(w->cols)) : 0;
+/* Most strips of one span; 0: any number. */
+static inline int moe_span_strips(const struct moe_ctx *ctx, const struct moe_matrix *w) {
+    if (moe_span_is_float(ctx, w)) return 1;
+    return w->storage ? (MOE_SPAN_ROWS + w->layout->strip_rows - 1) / w->layout->strip_rows : 0;
 }
-struct moe_span moe_span(const struct moe_matrix *w, int first, int last, void *scratch);
+/* Bytes of scratch that a span takes. */
+static inline size_t moe_span_bytes(const struct moe_ctx *ctx, const struct moe_matrix *w) {
+    size_t strips = w->storage ? moe_round64((size_t)moe_span_strips(ctx, w) * w->layout->strip_bytes(w->cols)) : 0;
+    return strips + (moe_span_is_float(ctx, w) ? moe_round64((size_t)w->layout->strip_rows * (size_t)w->cols * 4) : 0);
+}
+struct moe_span moe_span(const struct moe_ctx *ctx, const struct moe_matrix *w, int first, int last, void *scratch);
 /* y[t] is row 0 of the matrix; n <= MOE_MAX_TOKENS. */
-static inline void moe_multiply(const struct moe_span *s, float *const *y, const void *const *x, int n) {
-    float *at[MOE_MAX_TOKENS] = {0};
-    for (int t = 0; t < n; t++) at[t] = y[t] + s->row0;
-    s->layout->matmul(at, s->data, s->rows, s->cols, s->first, s->last, x, n);
-}
+void moe_multiply(const struct moe_span *s, float *const *y, const void *const *x, int n);
 static inline size_t moe_data_bytes(const struct moe_matrix *w) {
     return moe_matrix_bytes(w->layout, w->rows, w->cols);
 }

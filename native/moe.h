@@ -26,6 +26,12 @@ enum moe_status {
 
 struct moe_ctx;
 
+/* What quantized weights meet in products (docs/arithmetic.md). */
+enum moe_arith {
+    MOE_ARITH_CANONICAL = 0, /* activations quantized to int8 per block */
+    MOE_ARITH_FLOAT = 1      /* float32 activations, weights dequantized to float32 */
+};
+
 struct moe_matrix {
     const void *data;                 /* strips; with `storage`, that format's rows at any address */
     const struct moe_layout *layout;
@@ -101,6 +107,8 @@ struct moe_ctx *moe_ctx_create(const char *max_tier, int num_threads, const char
 void moe_ctx_destroy(struct moe_ctx *ctx);
 const char *moe_ctx_tier(const struct moe_ctx *ctx);
 int moe_ctx_num_threads(const struct moe_ctx *ctx);
+/* Of every product on this context from now on; a new context is canonical. */
+int moe_ctx_set_arith(struct moe_ctx *ctx, int arith);
 /* The context's own tier for that name; NULL with *error set, never another tier in silence. */
 const struct moe_layout *moe_select_layout(const struct moe_ctx *ctx, const char *name, const char **error);
 const struct moe_format *moe_select_format(const struct moe_ctx *ctx, const char *name, const char **error);

@@ -11,7 +11,8 @@ enum moe_activation {
     MOE_ACT_F32 = 0,    /* float32 as they are */
     MOE_ACT_Q8_32 = 1,  /* int8 with a float32 scale per 32 columns */
     MOE_ACT_Q8_256 = 2, /* int8 with a float32 scale per 256 columns */
-    MOE_ACT_Q8_256_ROTATED = 3 /* rotated (native/rotation.h), then like MOE_ACT_Q8_256 */
+    MOE_ACT_Q8_256_ROTATED = 3, /* rotated (native/rotation.h), then like MOE_ACT_Q8_256 */
+    MOE_ACT_F32_ROTATED = 4     /* rotated and left float32; no layout has it, the float arithmetic makes it */
 };
 
 /* A compute layout on one tier. */
@@ -34,6 +35,9 @@ struct moe_layout {
     /* One row back to float32, in the storage format's own rounding. `row` counts in the order of the strips: its place
      * is row % strip_rows of strip row / strip_rows. Scalar tier only. */
     void (*dequantize_row)(float *y, const void *w, int cols, int row);
+    /* One strip to float32 [strip_rows][cols], every tier, the bits of dequantize_row. NULL where a strip is one row of
+     * floats, which needs none. */
+    void (*dequantize_strip)(float *out, const void *strip, int cols);
 };
 
 /* A storage format's codec on one tier: how its rows become strips of its layout, losslessly. */

@@ -36,7 +36,7 @@ def isa_option(command):
 
 
 def runtime_options(command):
-    """--model, --threads, --isa, --kv, --expert-layout, --force-tokenizer."""
+    """--model, --threads, --isa, --kv, --expert-layout, --arith, --force-tokenizer."""
     kv = click.option(
         "--kv",
         type=click.Choice(["f16", "f32"]),
@@ -54,7 +54,14 @@ def runtime_options(command):
     force = click.option(
         "--force-tokenizer", metavar="NAME", help="Pre-tokenizer of a GGUF file, when it names one that is not known."
     )
-    return model_option(threads_option(isa_option(kv(layout(force(command))))))
+    arith = click.option(
+        "--arith",
+        type=click.Choice(["canonical", "float"]),
+        default="canonical",
+        show_default=True,
+        help="Activations that meet quantized weights: int8 per block, or float32 (exact products, slower).",
+    )
+    return model_option(threads_option(isa_option(kv(layout(arith(force(command)))))))
 
 
 def route_trace_option(command):
@@ -98,9 +105,11 @@ def format_notes(loaded) -> list[str]:
 def describe(loaded) -> str:
     """One line on what an engine runs with."""
     files, context = loaded.files, loaded.context
+    activations = {"canonical": "int8", "float": "float32"}[context.arith]
     formats = ", ".join(dict.fromkeys(record.format for record in files.tensors.values() if len(record.shape) == 2))
     return (
         f"model: {files.path} ({files.architecture}; {formats}); tier {context.tier}, "
         f"{context.num_threads} threads, context {loaded.max_context}, kv {loaded.options.kv}, "
-        f"experts {loaded.expert_layout.name} ({loaded.expert_layout.reason})"
+        f"experts {loaded.expert_layout.name} ({loaded.expert_layout.reason}), "
+        f"arithmetic {context.arith} ({activations} activations)"
     )

@@ -44,6 +44,7 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
         "isa": loaded.context.tier,
         "threads": loaded.context.num_threads,
         "kv": loaded.options.kv,
+        "arith": loaded.context.arith,
         "expert_layout": loaded.expert_layout.name,
         "expert_layout_reason": loaded.expert_layout.reason,
         "seconds": seconds,
@@ -62,9 +63,7 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
               help="half: the second half of each window, as llama-perplexity; all: every byte once.")  # fmt: skip
 @_options.route_trace_option
 @_options.json_option
-def perplexity(
-    model, threads, isa, kv, expert_layout, text_file, ctx, stride, score, route_trace, as_json, **streaming
-):
+def perplexity(model, text_file, ctx, stride, score, route_trace, as_json, **runtime):
     """Print the perplexity of a text, and the bits per byte of exactly the tokens that were scored."""
     import engine
 
@@ -74,7 +73,7 @@ def perplexity(
     text = decode_utf8(data, text_file)
     if not text:
         raise ConfigError(f"{text_file}: the text is empty")
-    loaded = engine.load(model, threads=threads, isa=isa, kv=kv, expert_layout=expert_layout, **streaming)
+    loaded = engine.load(model, **runtime)
     ctx = ctx or min(DEFAULT_CTX, loaded.max_context)
     if ctx > loaded.max_context:
         raise ConfigError(f"--ctx {ctx} exceeds the {loaded.max_context} positions this model was made for")

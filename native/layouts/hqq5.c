@@ -311,6 +311,25 @@ static void matmul(float *const *y, const void *w, int rows, int cols, int first
 
 static size_t strip_bytes(int cols) { return hqq5_strip_bytes(cols); }
 
+/* The values of dequantize_row; n of 32 columns in two halves. */
+static void dequantize_strip(float *out, const void *strip, int cols) {
+    const uint8_t *block = strip;
+    for (int b = 0; b < cols / 32; b++, block += HQQ5_BLOCK) {
+        v16 scale[2], zero[2];
+        for (int h = 0; h < 2; h++) {
+            scale[h] = v16_load_f16((const uint16_t *)(const void *)block + 16 * h);
+            zero[h] = v16_load_f16((const uint16_t *)(const void *)block + 32 + 16 * h);
+        }
+        for (int r = 0; r < HQQ5_ROWS; r++) {
+            uint8_t code[32];
+            hqq5_codes(code, block, r);
+            for (int h = 0; h < 2; h++)
+                v16_store(out + (size_t)r * (size_t)cols + 32 * b + 16 * h,
+                          v16_mul(v16_sub(load_q16((const int8_t *)code + 16 * h), zero[h]), scale[h]));
+        }
+    }
+}
+
 #if MOE_TIER_ID == MOE_SCALAR
 /* (code - zero) first, then times the scale. */
 static void dequantize_row(float *y, const void *weights, int cols, int row) {
@@ -329,4 +348,5 @@ static void dequantize_row(float *y, const void *weights, int cols, int row) {
 #endif
 
 MOE_EXPORT_LAYOUT(hqq5_ax0, .activation = MOE_ACT_F32, .block_len = 32, .strip_rows = HQQ5_ROWS, .scattered = 1,
-                  .strip_bytes = strip_bytes, .matmul = matmul, .dequantize_row = HQQ5_DEQUANTIZE);
+                  .strip_bytes = strip_bytes, .matmul = matmul, .dequantize_row = HQQ5_DEQUANTIZE,
+                  .dequantize_strip = dequantize_strip);

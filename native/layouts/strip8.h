@@ -107,6 +107,8 @@ MOE_INLINE void strip_dequantize_row(struct strip_spec s, float *y, const void *
     }
 }
 
+#include "strip8_float.h"
+
 #if MOE_TIER_ID == MOE_SCALAR
 /* The definition of the result, in plain C: one row, one block of the activation (256, 32 or, for span 16, half of it). */
 MOE_INLINE float strip_block(struct strip_spec s, float acc, const int16_t *w, const uint8_t *sc, const int8_t *q, float dx,
@@ -148,12 +150,17 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
 #define STRIP_DEQUANTIZE(id)                                                                                       \
     static void dequantize_##id(float *y, const void *w, int cols, int row) {                                      \
         strip_dequantize_row(spec_##id(), y, w, cols, row);                                                        \
-    }
-#define STRIP_DEQUANTIZE_FIELD(id) .dequantize_row = dequantize_##id
+    }                                                                                                              \
+    STRIP_DEQUANTIZE_STRIP(id)
+#define STRIP_DEQUANTIZE_FIELD(id) .dequantize_row = dequantize_##id, .dequantize_strip = dequantize_strip_##id
 #else
-#define STRIP_DEQUANTIZE(id)
-#define STRIP_DEQUANTIZE_FIELD(id) .dequantize_row = 0
+#define STRIP_DEQUANTIZE(id) STRIP_DEQUANTIZE_STRIP(id)
+#define STRIP_DEQUANTIZE_FIELD(id) .dequantize_row = 0, .dequantize_strip = dequantize_strip_##id
 #endif
+#define STRIP_DEQUANTIZE_STRIP(id)                                                                                 \
+    static void dequantize_strip_##id(float *out, const void *strip, int cols) {                                   \
+        strip_dequantize(spec_##id(), out, strip, cols);                                                           \
+    }
 /* STRIP_FUNCTIONS(id, span, other fields of the strip_spec ...) */
 #define STRIP_FUNCTIONS(id, columns, ...)                                                                          \
     enum { span_##id = columns };                                                                                  \

@@ -42,6 +42,13 @@ static void quantize_rotated(int8_t *q, float *d, int16_t *sum16, int32_t *sum32
     }
 }
 
+static void rotate(float *y, const float *x, int cols) {
+    for (int at = 0, n; at < cols; at += n) {
+        n = rotation_length(cols - at);
+        rotation_tile(y + at, x + at, n, rotation_signs(n));
+    }
+}
+
 static void quantize_q8(void *act, const float *x, int cols, int activation) {
     struct moe_act_view v = moe_act_view(act, activation, cols);
     int8_t *q = (int8_t *)v.q;
@@ -247,8 +254,8 @@ static void f32_to_bf16(uint16_t *y, const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] = moe_f32_bf16(x[i]);
 }
 
-MOE_EXPORT_OPS(vector, .quantize_q8 = quantize_q8, .rmsnorm = rmsnorm, .clip = clip, .softmax = softmax,
-               .logsumexp = logsumexp, .swiglu = swiglu, .swiglu_clamped = swiglu_clamped,
+MOE_EXPORT_OPS(vector, .quantize_q8 = quantize_q8, .rotate = rotate, .rmsnorm = rmsnorm, .clip = clip,
+               .softmax = softmax, .logsumexp = logsumexp, .swiglu = swiglu, .swiglu_clamped = swiglu_clamped,
                .sigmoid = sigmoid, .rope = rope, .add = add, .scale = scale, .fma = fma_row,
                .all_finite = all_finite, .exp = exp_row, .f16_to_f32 = f16_to_f32, .f32_to_f16 = f32_to_f16,
                .bf16_to_f32 = bf16_to_f32, .f32_to_bf16 = f32_to_bf16);

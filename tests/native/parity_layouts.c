@@ -208,6 +208,22 @@ static int check_group_format(struct parity *p, const struct moe_format *ref, co
 
 static float activation_value(struct parity *p, int token, int c);
 
+/* A strip to float32 against the scalar tier's decoder, row by row. */
+static void check_floats(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const unsigned char *strip, int cols) {
+    static float decoded[32 * MAX_COLS + 2 * PARITY_GUARD];
+    float *at = decoded + PARITY_GUARD;
+    if (!l->dequantize_strip && l->strip_rows == 1) return;
+    if (!l->dequantize_strip || !ref->dequantize_row || l->strip_rows > 32) { parity_fail(p, "strips cannot be decoded to float32"); return; }
+    parity_poison(at, (size_t)l->strip_rows * (size_t)cols);
+    l->dequantize_strip(at, strip, cols);
+    parity_untouched(p, decoded, PARITY_GUARD, "wrote before the decoded strip");
+    parity_untouched(p, at + l->strip_rows * cols, PARITY_GUARD, "wrote past the decoded strip");
+    for (int r = 0; r < l->strip_rows; r++) {
+        ref->dequantize_row(one_row, strip, cols, r);
+        parity_words(p, (const uint32_t *)(const void *)(at + r * cols), (const uint32_t *)(const void *)one_row, (size_t)cols);
+    }
+}
+
 /* The reference is the scalar kernel on one token at a time. */
 static int check_group_layout(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const struct moe_format *f) {
     const char *why = group_mismatch(f, ref);
@@ -217,6 +233,7 @@ static int check_group_layout(struct parity *p, const struct moe_layout *ref, co
         int cols = group_cols[c], rows = f->group_rows * GROUP_STRIPS;
         group_matrix(p, f, cols);
         encode_groups(strips_got, f, ref, cols);
+        check_floats(p, ref, l, strips_got, cols);
         for (int t = 0; t < TOKENS; t++) {
             float *y = group_want[t];
             for (int i = 0; i < cols; i++) x_rows[t][i] = activation_value(p, t, i);
@@ -343,6 +360,8 @@ static void check_layout(struct parity *p, const struct moe_layout *ref, const s
     if ((size_t)strips * strip_bytes > STRIPS_BYTES || MAX_ROWS * row_bytes_of(f, cols) > STORAGE_BYTES) { parity_fail(p, "rows too large for the test"); return; }
     unsigned char *rows_in = fill_rows(p, f, kind, cols);
     encode_rows(strips_want, f, ref, rows_in, MAX_ROWS, cols);
+    parity_where(p, kind_label[kind], cols, "decoded rows", 0, 0, 0);
+    for (int s = 0; s < strips; s++) check_floats(p, ref, l, strips_want + (size_t)s * strip_bytes, cols);
     for (int t = 0; t < TOKENS; t++) {
         float *y = out[0] + PARITY_GUARD;
         x[t] = activation(p, ref, t, cols);

@@ -46,7 +46,7 @@ static void op_quantize_q8(struct parity *p) {
     unsigned char *got = (unsigned char *)(void *)got_row, *want = (unsigned char *)(void *)want_row;
     for (int kind = 0; kind < NUM_ROW_KINDS; kind++)
         for (int c = 0; c < LENGTH(cols_list); c++)
-            for (int activation = MOE_ACT_Q8_32; activation < MOE_NUM_ACT; activation++) {
+            for (int activation = MOE_ACT_Q8_32; activation <= MOE_ACT_Q8_256_ROTATED; activation++) {
                 int cols = cols_list[c];
                 if (cols % moe_act_block(activation)) continue;
                 parity_where(p, row_label[kind], cols, "activation form", activation, 0, 0);
@@ -67,6 +67,18 @@ static void op_quantize_q8(struct parity *p) {
                     if (sum != vw.sum16[g16]) parity_fail(p, "sum16 is not the sum of the codes");
                 }
             }
+}
+
+static void op_rotate(struct parity *p) {
+    for (int kind = 0; kind < NUM_ROW_KINDS; kind++)
+        for (int cols = 256; cols <= 768; cols += 512) { /* one tile, and two of different length */
+            parity_where(p, row_label[kind], cols, 0, 0, 0, 0);
+            fill(p, a_row + 1, cols, kind);
+            parity_poison(GOT, (size_t)cols);
+            p->vec_scalar->rotate(want_row, a_row + 1, cols);
+            p->vec->rotate(GOT, a_row + 1, cols);
+            parity_floats(p, GOT, want_row, (size_t)cols);
+        }
 }
 
 /* Rows of every length and kind through one call each; the callback runs want and got. */
@@ -299,6 +311,7 @@ static void attention_merge(struct parity *p) {
 struct check { const char *name; void (*run)(struct parity *p); size_t slot; };
 static const struct check vector_checks[] = {
     {"quantize_q8", op_quantize_q8, offsetof(struct moe_vector_ops, quantize_q8)},
+    {"rotate", op_rotate, offsetof(struct moe_vector_ops, rotate)},
     {"rmsnorm", op_rmsnorm, offsetof(struct moe_vector_ops, rmsnorm)},
     {"clip", op_clip, offsetof(struct moe_vector_ops, clip)},
     {"softmax", op_softmax, offsetof(struct moe_vector_ops, softmax)},
