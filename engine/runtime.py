@@ -128,7 +128,6 @@ def load(path: str | Path | None = None, **options) -> Engine:
     """Open a model directory or file; without a path, the small model that ships with the package.
 
     options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, arith, draft_model
-    ...). Raises an EngineError
-    subclass that says what to do.
+    ...). Raises an EngineError subclass that says what to do.
     """
     return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(**options))
