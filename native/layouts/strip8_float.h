@@ -106,8 +106,8 @@ MOE_INLINE void strip_dequantize_mxfp4(struct strip_spec s, float *out, const ui
     const size_t n = (size_t)cols;
     for (int b = 0; b < cols / 32; b++, code += 128) {
         /* (e - 128) << 7 in 16 bits, eight lanes per row: rows 0 2 4 6 and 1 3 5 7 */
-        __m128i e = _mm_slli_epi16(_mm_sub_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const void *)(strip + 8 * b))), _mm_set1_epi16(128)), 7);
-        __m512i rows = _mm512_cvtepu16_epi64(e);
+        __m512i rows = _mm512_sub_epi64(_mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)(strip + 8 * b))), _mm512_set1_epi64(128));
+        rows = _mm512_and_si512(_mm512_slli_epi64(rows, 7), _mm512_set1_epi64(0xffff));
         rows = _mm512_or_si512(rows, _mm512_slli_epi64(rows, 16));
         rows = _mm512_or_si512(rows, _mm512_slli_epi64(rows, 32));
         const __m512i even = _mm512_unpacklo_epi64(rows, rows), odd = _mm512_unpackhi_epi64(rows, rows);
