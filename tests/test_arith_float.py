@@ -12,7 +12,7 @@ import tiny_models
 from cli_program import make_snapshot, run
 from engine._native import ffi, lib
 from kernel_oracle import CODECS, LAYOUTS, encode, pointer, random_storage, seeded
-from native_calls import Experts, assert_same_bits, linear, run_experts, swiglu
+from native_calls import Experts, assert_same_bits, linear, linear_heads, run_experts, swiglu
 
 import engine
 from engine import kernels
@@ -187,6 +187,19 @@ def test_whole_expert_matches_float64(names):
     triple = [ctx.matrix(n, s, *shape) for n, s, shape in zip(names, storage, shapes, strict=True)]
     parts = [linear(ctx.handle, [w], x)[0] for w in triple[:2]]
     assert_same_bits(linear(ctx.handle, [triple[2]], swiglu(ctx.handle, *parts))[0], results[0])
+
+
+@pytest.mark.parametrize("name", ["q8_0", "mxfp4"])
+def test_one_matrix_per_head(name):
+    """The products of latent attention follow the arithmetic of their context, too."""
+    heads, rows, cols = 3, 16, 64
+    storage, x = quantized(name, heads * rows, cols, 7), normal(8, 11, heads, cols)
+    ctx = context(None, 2)
+    status, got = linear_heads(ctx.handle, ctx.matrix(name, storage, heads * rows, cols), x, heads, 0)
+    assert status == 0
+    for head in range(heads):
+        w = ctx.matrix(name, storage[head * rows : (head + 1) * rows], rows, cols)
+        assert_same_bits(got[:, head].copy(), linear(ctx.handle, [w], x[:, head].copy())[0])
 
 
 def test_arithmetic_can_be_changed_and_refuses_what_it_does_not_know():
