@@ -3,12 +3,14 @@
 import json
 import struct
 
+import latent_and_sink_models as families
 import pytest
 import tiny_models
 from cli_program import assert_error, make_snapshot, run
 from gguf_models import write_gguf
 
 import engine
+from converters.hf import RoleFormats, convert
 from engine.errors import ConfigError
 from engine.prompt_cache import MAGIC, PromptCache, model_digest
 from engine.session import Session
@@ -32,12 +34,12 @@ def tokens(loaded, session=None, prompt=PROMPT):
     return generation
 
 
-def stored(loaded, path):
-    """Write a cache of the prompt and its answer; returns the generation."""
+def stored(loaded, path, prompt=PROMPT):
+    """Write a cache of 80 tokens and their answer; returns the generation."""
     session = Session(loaded)
     cache = PromptCache(path, session, loaded)
     assert cache.restore() == f"prompt cache: {path} is new"
-    generation = tokens(loaded, session)
+    generation = tokens(loaded, session, prompt)
     assert cache.save() == f"prompt cache: {path}: 89 tokens stored"
     return generation
 
@@ -132,6 +134,24 @@ def test_digest_tells_files_of_the_same_shape_apart(tmp_path):
         write_gguf(path, "mha_base", seed=seed)
         digests.add(model_digest(engine.load(path).files))
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v2"])
+def test_windows_and_latent_caches(tmp_path, name):
+    """A ring is stored as far as it looks back: what goes on from there is reused, what goes back further is not."""
+    families.checkpoint(tmp_path / "hf", name)
+    convert(tmp_path / "hf", tmp_path / "out", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
+    loaded = engine.load(tmp_path / "out", ctx=families.CONTEXT)
+    prompt = [5 + n * 7 % 50 for n in range(80)]
+    expected = stored(loaded, tmp_path / "c", prompt)
+    longer, other = [*prompt, *expected.token_ids[:9], 7, 8], [*prompt[:20], 9, 8, 7]
+    ring = any(shape.window for shape in loaded.new_kv().shapes)
+    assert ring == (name == "gpt_oss")
+    for text, reused in ((longer, 89), (other, 0 if ring else 20)):
+        session, line = reopened(loaded, tmp_path / "c")
+        assert "89 tokens" in line
+        found = tokens(loaded, session, text)
+        assert (found.stats.reused_tokens, found.token_ids) == (reused, tokens(loaded, None, text).token_ids)
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
