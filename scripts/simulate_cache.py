@@ -1,6 +1,6 @@
 """Replays routing through expert caches: policies x capacities, with Belady's bound. Nothing of a model is run.
 
-    python scripts/simulate_cache.py                                  # all shapes and workloads, about a minute
+    python scripts/simulate_cache.py                                  # all shapes and workloads, a minute or two
     python scripts/simulate_cache.py --shapes olmoe --tokens 1000 --json out.json
     python scripts/simulate_cache.py --trace FILE                     # recorded by generate --route-trace
     python scripts/simulate_cache.py --half-lives 0.5,1,2,4,8         # what the decaying policies' constant does
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--half-lives", type=numbers, help="try these in place of each decaying policy's own")
     parser.add_argument("--capacities", type=numbers, default=[10.0, 25.0, 50.0, 75.0], help="percent of all experts")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens generated")
+    parser.add_argument("--tokens", type=int, default=250, help="tokens generated")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of the prompt, in one call")
     parser.add_argument("--recall", type=numbers, help="also replay with reads ahead, by a predictor of this recall")
     parser.add_argument("--ahead-reads", type=numbers, default=[2.0], help="experts the disk reads while a layer runs")
