@@ -5,6 +5,7 @@
     python scripts/simulate_cache.py --trace FILE                     # recorded by generate --route-trace
     python scripts/simulate_cache.py --half-lives 0.5,1,2,4,8         # what the decaying policies' constant does
     python scripts/simulate_cache.py --recall 0.5,0.8 --ahead-reads 1,4   # when reading ahead pays
+    python scripts/simulate_cache.py --pin-shares 0,0.5   # slots given for good to the most used of the first half
 
 Capacities are percent of all experts. Printed per cell: hit rate of decoding in percent; "of best" is a policy's hits
 as a share of Belady's, averaged over the cells that hold a token's demand (layers * top-k), the others apart.
@@ -14,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -40,10 +42,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--half-lives", type=numbers, help="try these in place of each decaying policy's own")
     parser.add_argument("--capacities", type=numbers, default=[10.0, 25.0, 50.0, 75.0], help="percent of all experts")
-    parser.add_argument("--tokens", type=int, default=250, help="tokens generated")
+    parser.add_argument("--tokens", type=int, default=150, help="tokens generated")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of the prompt, in one call")
     parser.add_argument("--recall", type=numbers, help="also replay with reads ahead, by a predictor of this recall")
     parser.add_argument("--ahead-reads", type=numbers, default=[2.0], help="experts the disk reads while a layer runs")
+    parser.add_argument("--pin-shares", type=numbers, help="also replay the second half with pinned experts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -165,6 +168,27 @@ def print_ahead(rows: list[dict]) -> None:
         )
 
 
+def pinned(accesses: list[Access], shape: Shape, percent: float, args) -> dict:
+    """Hit rate of the second half by share of the slots that hold the most used experts of the first half for good."""
+    num_keys, half = shape.num_layers * shape.num_experts, len(accesses) // 2
+    capacity = max(2 * shape.num_experts_per_tok, round(num_keys * percent / 100))
+    uses = Counter(key for access in accesses[:half] for key in access.keys)
+    ranked = [key for key, _ in uses.most_common()]
+    rates = {}
+    for share in args.pin_shares:
+        keys = ranked[: min(int(capacity * share), capacity - shape.num_experts_per_tok)]
+        policy = make_policy(DEFAULT_POLICY, capacity, num_keys)
+        rates[f"{share:g}"] = Replay(policy, capacity, keys).run(accesses[half:]).hit_rate
+    return {"percent": percent, "hit_rate": rates}
+
+
+def print_pinned(rows: list[dict]) -> None:
+    print("  pinned share of slots:  " + "  ".join(f"{share:>5}" for share in rows[0]["hit_rate"]))
+    for row in rows:
+        rates = "  ".join(f"{100 * rate:5.1f}" for rate in row["hit_rate"].values())
+        print(f"                   {row['percent']:3.0f} %  {rates}")
+
+
 def main() -> None:
     args = parse_arguments()
     policies, results, started = candidates(args), [], time.perf_counter()
@@ -179,6 +203,9 @@ def main() -> None:
         if args.recall:
             result["read_ahead"] = [row for p in args.capacities for row in read_ahead(accesses, shape, p, args)]
             print_ahead(result["read_ahead"])
+        if args.pin_shares:
+            result["pinned"] = [pinned(accesses, shape, percent, args) for percent in args.capacities]
+            print_pinned(result["pinned"])
         results.append(result)
     table = summary(results, list(policies))
     print_summary(table)
