@@ -10,6 +10,7 @@ MAX_THREADS = 1024
 DRAFT_SOURCES = ("lookup", "model")  # in the order in which they are asked
 MAX_WINDOW_ROWS = 8  # rows of a verify window: as many as one kernel call takes
 MAX_READERS = 64
+CACHE_POLICIES = ("score", "lru", "lfu")  # docs/cache-policies.md
 _MAX_INTEGER = (1 << 31) - 1  # sizes and positions are C ints in the native code
 
 
@@ -28,6 +29,8 @@ class RuntimeConfig:
     ram: GiB that this process may take; None = what it can have without swapping or being killed.
     expert_slots: experts in memory; None = as many as ram allows, or all of them without streaming.
     io: how experts are read: "auto", "direct", "buffered" or "mmap". readers: threads that read; None = default.
+    cache_policy: who leaves the cache, one of CACHE_POLICIES. pin: usage history or route trace whose most used experts
+    stay in memory, or "auto" for the history beside the model. history: whether a run that streams adds to it.
     force_tokenizer: name of the pre-tokenizer to use with a GGUF file, whatever the file says.
     """
 
@@ -42,6 +45,9 @@ class RuntimeConfig:
     expert_slots: int | None = None
     io: str = "auto"
     readers: int | None = None
+    cache_policy: str = "score"
+    pin: str | None = None
+    history: bool = True
     force_tokenizer: str | None = None
 
     def __post_init__(self):
@@ -61,6 +67,8 @@ class RuntimeConfig:
             raise ConfigError(f"io: got {self.io!r}, expected auto, direct, buffered or mmap")
         if self.readers is not None and not 1 <= self.readers <= MAX_READERS:
             raise ConfigError(f"readers: got {self.readers}, expected 1 to {MAX_READERS}")
+        if self.cache_policy not in CACHE_POLICIES:
+            raise ConfigError(f"cache_policy: got {self.cache_policy!r}, expected one of {', '.join(CACHE_POLICIES)}")
         if self.isa is None and os.environ.get(ISA_VARIABLE):
             object.__setattr__(self, "isa", os.environ[ISA_VARIABLE])
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import CACHE_POLICIES, RuntimeConfig
 from engine.errors import ConfigError
 from engine.experts.policy import DEFAULT_POLICY, POLICIES, make_policy
 from engine.experts.policy_decay import RESOLUTION, SPAN, DecayedUse
@@ -224,6 +225,13 @@ def test_what_nobody_uses_does_not_cost_a_long_walk(policy_name):
 def test_removing_what_is_not_held_is_an_error(policy_name):
     with pytest.raises(KeyError):
         make_policy(policy_name, 4, 8).remove(1)
+
+
+def test_options_name_the_policies_that_there_are():
+    assert set(CACHE_POLICIES) == set(POLICIES)
+    assert CACHE_POLICIES[0] == RuntimeConfig().cache_policy == DEFAULT_POLICY
+    with pytest.raises(ConfigError, match="cache_policy: got 'fifo'"):
+        RuntimeConfig(cache_policy="fifo")
 
 
 def test_unknown_policy_and_empty_cache_are_refused():

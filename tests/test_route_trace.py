@@ -46,11 +46,10 @@ def test_a_trace_is_the_softmax_of_the_router_logits(model, tmp_path):
     """Recomputed in float64 from the router's own logits, which the block leaves in its buffer."""
     loaded = engine.load(model)
     block = moe_blocks(loaded.model)[1]
-    seen = []
+    config, seen = loaded.model.config, []
+    buffers = loaded.model.buffers.moe(config.hidden_size, config.num_experts, config.num_experts_per_tok)
     with RouteTrace(tmp_path / "t", loaded.model, "olmoe", model_fingerprint(loaded.files)):
-        block.observers.append(
-            lambda ids, weights: seen.append(loaded.model.buffers.moe.logits.array[: len(ids)].copy())
-        )
+        block.observers.append(lambda ids, weights: seen.append(buffers.logits.array[: len(ids)].copy()))
         loaded.generate("The router picks", max_tokens=4, temperature=0, ignore_eos=True).tokens().__next__()
         block.observers.pop()
     assert all(not b.observers for b in moe_blocks(loaded.model))

@@ -70,20 +70,23 @@ def route_trace_option(command):
     )(command)
 
 
-def route_trace(loaded, path: str | None):
-    """Context manager that records the routing of a run to `path`; without a path it does nothing."""
-    return nullcontext() if path is None else _recording(loaded, path)
+def route_trace(loaded, path: str | None, say=note):
+    """Context manager that records the routing of a run to `path`; without a path it does nothing.
+
+    say: takes the line about it at the end.
+    """
+    return nullcontext() if path is None else _recording(loaded, path, say)
 
 
 @contextmanager
-def _recording(loaded, path: str):
+def _recording(loaded, path: str, say):
     from ..experts.history import model_fingerprint
     from ..experts.route_trace import RouteTrace
 
     with RouteTrace(path, loaded.model, loaded.files.architecture, model_fingerprint(loaded.files)) as trace:
         yield
     header = trace.header
-    note(f"route trace: {path}: {header.num_tokens} tokens of {header.num_layers} layers, {size(trace.num_bytes)}")
+    say(f"route trace: {path}: {header.num_tokens} tokens of {header.num_layers} layers, {size(trace.num_bytes)}")
 
 
 def take_runtime(options: dict) -> dict:

@@ -1,7 +1,10 @@
 """Options for models whose experts are larger than memory, and the figures of such a run."""
 
+from contextlib import contextmanager
+
 import click
 
+from ..config import CACHE_POLICIES
 from ._output import note
 
 _OPTIONS = (
@@ -12,11 +15,18 @@ _OPTIONS = (
     click.option("--readers", type=click.IntRange(1, 64), metavar="N", help="Threads that read experts (default 4)."),
     click.option("--expert-slots", type=click.IntRange(min=1), metavar="N",
                  help="Keep N experts in memory, whatever would fit (default: as many as --ram allows)."),
+    click.option("--cache-policy", type=click.Choice(CACHE_POLICIES), default=CACHE_POLICIES[0], show_default=True,
+                 help="Who leaves the cache: by use, weight and recency; least recently; least frequently used."),
+    click.option("--pin", metavar="FILE|auto", help="Keep the experts that a usage history or route trace names most "
+                 "in memory; auto: the history beside the model."),
+    click.option("--history", type=click.Choice(["on", "off"]), default="on", show_default=True,
+                 callback=lambda _context, _option, value: value == "on",
+                 help="Keep count of the experts used, beside the model, for --pin auto."),
 )  # fmt: skip
 
 
 def options(command):
-    """--ram, --io, --readers, --expert-slots."""
+    """--ram, --io, --readers, --expert-slots, --cache-policy, --pin, --history."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -26,6 +36,27 @@ def print_plan(loaded) -> None:
     """The plan on stderr, when there is one: before a run."""
     for line in loaded.stream.notes() if loaded.stream else ():
         note(line)
+
+
+@contextmanager
+def usage_history(loaded, say=note):
+    """Counts the experts of a run and adds them to the history beside the model, when experts are streamed.
+
+    say: takes the line about it at the end.
+    """
+    if not (loaded.stream and loaded.options.history):
+        yield
+        return
+    from ..experts.history import UsageRecorder, history_path, model_fingerprint, update_history
+
+    recorder = UsageRecorder(loaded.model, model_fingerprint(loaded.files))
+    recorder.start()
+    try:
+        yield
+    finally:
+        recorder.stop()
+        if recorder.usage.tokens:
+            say(update_history(history_path(loaded.files), recorder.usage))
 
 
 def print_summary(loaded) -> None:

@@ -97,6 +97,7 @@ class Run:
         self.loaded = self.generation = self.cache = None
         self.sources: dict[str, str] = {}
         self.pieces: list[str] = []
+        self.late_notes: list[str] = []
 
     def __call__(self, runtime: dict, sampling_flags: dict, context: dict, route_trace: str | None, **options) -> None:
         import engine
@@ -115,7 +116,8 @@ class Run:
             self.generation = conversation.ask(self.prompt, sampling=sampling, **options)
         else:
             self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
-        with _options.route_trace(self.loaded, route_trace):
+        say = self.late_notes.append  # the text comes first
+        with _options.route_trace(self.loaded, route_trace, say), _streaming.usage_history(self.loaded, say):
             for piece in self.generation:
                 self.pieces.append(piece)
                 if not self.as_json:
@@ -133,6 +135,8 @@ class Run:
             write_json(report(self.loaded, self.prompt, self.generation, text, reason, self.sources))
         elif text and not text.endswith("\n"):
             write("\n")
+        for line in self.late_notes:
+            note(line)
         if self.generation is not None and self.generation.stats.spec is not None:
             note(describe_spec(self.generation.stats.spec))
         note(describe_stats(self.generation, reason) if self.generation is not None else f"finish: {reason}")

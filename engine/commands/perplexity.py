@@ -81,7 +81,7 @@ def perplexity(model, text_file, ctx, stride, score, route_trace, as_json, **run
     for line in _options.format_notes(loaded):
         note(line)
     started = time.perf_counter()
-    with _options.route_trace(loaded, route_trace):
+    with _options.route_trace(loaded, route_trace), _streaming.usage_history(loaded):
         result, ids = _measure(loaded, text, ctx, stride, score)
     seconds = time.perf_counter() - started
     token_bytes = loaded.tokenizer.decode_bytes(ids, skip_special=False)

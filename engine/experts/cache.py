@@ -50,6 +50,7 @@ class ExpertCache:
                 address = self._mappings[-1]
             check(lib.moe_streamer_add_file(self.handle, direct, buffered, address), "expert file")
         self.counters = Counters()
+        self.pinned: frozenset[int] = frozenset()
         self.slot_of: list[int] = [-1] * places.num_keys
         self._free = list(range(num_slots - 1, -1, -1))
         self._in_flight = 0
@@ -102,7 +103,8 @@ class ExpertCache:
         for matrix, offset in zip(self._matrices(self.structs[key]), self.places.offsets[key], strict=True):
             matrix.data = ffi.cast("void *", base + offset)
         self.slot_of[key] = slot
-        self.policy.admit(key)
+        if key not in self.pinned:
+            self.policy.admit(key)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -141,6 +143,15 @@ class ExpertCache:
             self.release(keys)
             raise failed
         return keys
+
+    def pin(self, keys: list[int]) -> None:
+        """Load keys into free slots and never evict them; before the first use. Raises ExpertReadError."""
+        self.pinned = frozenset(keys)
+        waiting = sorted(keys)
+        while waiting or self._in_flight:
+            asked = self.request(waiting[: self.num_slots], ())
+            del waiting[:asked]
+            self.release(self.arrivals())
 
     def hold(self, keys: list[int]) -> None:
         self._use(keys, 1)
@@ -186,6 +197,7 @@ class ExpertCache:
             "misses": c.misses,
             "hit_rate": c.hits / asked if asked else 0.0,
             "evictions": c.evictions,
+            "pinned": len(self.pinned),
             "bytes": raw.bytes,
             "reads": raw.reads,
             "read_calls": raw.calls,

@@ -42,8 +42,18 @@ class TraceHeader:
 
 
 def moe_blocks(model) -> list[MoeBlock]:
-    """The MoE blocks of a model, first layer first."""
-    return [part for block in model.blocks for part in vars(block).values() if isinstance(part, MoeBlock)]
+    """The MoE blocks of a model, first layer first, wherever a family keeps them inside its layers."""
+    found, stack, seen = [], [model], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, MoeBlock):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            stack += reversed(value)
+        elif type(value).__module__.startswith("engine.models.") and id(value) not in seen:
+            seen.add(id(value))
+            stack += reversed(vars(value).values())
+    return found
 
 
 class RouteTrace:

@@ -9,8 +9,9 @@ from ..weights.architectures import model_config
 from .cache import DEFAULT_READERS, ExpertCache
 from .files import ExpertFiles
 from .layout import ExpertLayout, choose_expert_layout
+from .pinning import pin_experts
 from .places import ExpertPlaces
-from .policy import DEFAULT_POLICY, make_policy
+from .policy import make_policy
 from .streamed import StreamedExperts, _Subset
 
 # Above this ratio of strips to storage bytes a cache of storage rows holds so many more experts that it wins.
@@ -54,11 +55,12 @@ class ExpertStream:
         }
         self.plan = memory.make_plan(self.budget, fixed, places.slot_bytes, len(places.keys), top, options.expert_slots)
         self.expert_files = ExpertFiles(places, options.io)
-        policy = make_policy(getattr(options, "cache_policy", DEFAULT_POLICY), self.plan.num_slots, places.num_keys)
+        policy = make_policy(options.cache_policy, self.plan.num_slots, places.num_keys)
         self.cache = ExpertCache(places, self.expert_files, self.plan.num_slots, policy, readers)
         subset = _Subset(places.num_experts)
         for layer in self.layers:
             layer.open(self.cache, subset)
+        self.pins = None if options.pin is None else pin_experts(self, model, options.pin)
         self.warning = memory.cliff_warning(self.plan.num_slots, len(self.layers), top, places.expert_bytes)
 
     def notes(self) -> list[str]:
@@ -71,7 +73,7 @@ class ExpertStream:
             f"{plan.slot_bytes / memory.MIB:.2f} MiB, {form}; io {self.expert_files.mode}, {cache.readers} readers, "
             f"policy {cache.policy.name}",
         ]
-        extra = (self.budget.note, self.expert_files.note, self.warning)
+        extra = (self.pins, self.budget.note, self.expert_files.note, self.warning)
         return lines + [line for line in extra if line]
 
     def stats(self) -> dict:
