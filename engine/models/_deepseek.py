@@ -181,7 +181,7 @@ def latent_from_gguf(keys) -> dict:
         "vocab_size": keys.rows("token_embd.weight"),
         "max_position_embeddings": keys.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in keys.tensors,
-        "fused_kv_b": "blk.0.attn_k_b.weight" not in keys.tensors,
+        **({} if "blk.0.attn_k_b.weight" in keys.tensors else {"fused_kv_b": True}),
         **routed_from_gguf(keys),
     }
 

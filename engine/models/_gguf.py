@@ -58,17 +58,13 @@ def head_dim_from_gguf(keys) -> dict:
 
 
 def rope_from_gguf(keys, default_theta: float) -> dict:
-    """rope_theta, and rope_scaling where the file scales, in the spelling of Hugging Face.
-
-    rope.dimension_count must be read by the caller where it is less than the head; here it must be the whole head.
-    """
+    """rope_theta, partial_rotary_factor, and rope_scaling where the file scales, in the spelling of Hugging Face."""
     head_dim = keys.integer("attention.key_length", None) or (
         keys.integer("embedding_length") // keys.integer("attention.head_count")
     )
     rotary = keys.integer("rope.dimension_count", head_dim)
-    if rotary != head_dim:
-        raise ConfigError(f"{keys.where}: rope.dimension_count {rotary} of heads of {head_dim} is not supported")
-    return {"rope_theta": keys.number("rope.freq_base", default_theta), **rope_scaling_from_gguf(keys)}
+    turned = {} if rotary == head_dim else {"partial_rotary_factor": rotary / head_dim}
+    return {"rope_theta": keys.number("rope.freq_base", default_theta), **turned, **rope_scaling_from_gguf(keys)}
 
 
 def rope_scaling_from_gguf(keys) -> dict:

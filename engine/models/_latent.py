@@ -28,6 +28,7 @@ class LatentConfig(decoder.DecoderConfig):
     v_head_dim: int
     attention_bias: bool
     attention_scale: float
+    fused_kv_b: bool  # the file holds kv_b_proj and not its two parts: GGUF files of older converters
 
     @property
     def q_head_dim(self) -> int:
@@ -54,6 +55,7 @@ def latent_fields(read: ConfigReader, *, theta: float, eps: float) -> dict:
         "qk_nope_head_dim": nope,
         "v_head_dim": value_dim,
         "attention_bias": read.boolean("attention_bias", False),
+        "fused_kv_b": read.boolean("fused_kv_b", False),
         "attention_scale": (nope + rotated) ** -0.5 * _temperature(fields["rope"].scaling) ** 2,
     }
 
@@ -65,19 +67,19 @@ def _temperature(scaling) -> float:
     return yarn_mscale(scaling.factor, scaling.mscale_all_dim)
 
 
-def _heads(c: LatentConfig, kv_b: np.ndarray) -> np.ndarray:
-    """kv_b_proj [N * (Q + V), R] as [N, Q + V, R]."""
-    return kv_b.reshape(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+def _heads_first(c: LatentConfig, kv_b: np.ndarray) -> np.ndarray:
+    """kv_b_proj [N * (Q + V), R], or bytes of its rows, as [N, Q + V, ...]."""
+    return kv_b.reshape(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, -1)
 
 
 def _k_b(c: LatentConfig, kv_b: np.ndarray) -> np.ndarray:
     """Rows for queries on their way in, [N * R, Q]."""
-    return _heads(c, kv_b)[:, : c.qk_nope_head_dim].swapaxes(1, 2).reshape(-1, c.qk_nope_head_dim)
+    return _heads_first(c, kv_b)[:, : c.qk_nope_head_dim].swapaxes(1, 2).reshape(-1, c.qk_nope_head_dim)
 
 
 def _v_b(c: LatentConfig, kv_b: np.ndarray) -> np.ndarray:
     """Rows for results on their way out, [N * V, R]."""
-    return _heads(c, kv_b)[:, c.qk_nope_head_dim :].reshape(-1, c.kv_lora_rank)
+    return _heads_first(c, kv_b)[:, c.qk_nope_head_dim :].reshape(-1, c.kv_lora_rank)
 
 
 P = "layers.{n}.self_attn"
@@ -123,14 +125,33 @@ def latent_shapes(c: LatentConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {
         f"{P}.kv_a_proj": (rank + c.head_dim, hidden),
         f"{P}.kv_a_layernorm": (rank,),
-        f"{P}.k_b_proj": (c.num_attention_heads * rank, c.qk_nope_head_dim),
-        f"{P}.v_b_proj": (c.num_attention_heads * c.v_head_dim, rank),
         f"{P}.o_proj": (hidden, c.num_attention_heads * c.v_head_dim),
     }
+    if c.fused_kv_b:
+        shapes[f"{P}.kv_b_proj"] = (c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), rank)
+    else:
+        shapes[f"{P}.k_b_proj"] = (c.num_attention_heads * rank, c.qk_nope_head_dim)
+        shapes[f"{P}.v_b_proj"] = (c.num_attention_heads * c.v_head_dim, rank)
     if c.attention_bias:
         biased = ("q_a_proj", "kv_a_proj", "o_proj")
         shapes |= {f"{P}.{name}.bias": shapes[f"{P}.{name}"][:1] for name in biased if f"{P}.{name}" in shapes}
     return shapes
+
+
+def split_kv_b(c: LatentConfig, name: str, weights) -> tuple:
+    """The two parts of a kv_b_proj that is stored as rows: k_b_proj in float32, since turned blocks are no blocks, with
+    the values that the file's blocks mean, and v_b_proj in the blocks as they are."""
+    context, record = weights.context, weights.files.record(name)
+    fused, ids = weights.matrix(name, *record.shape), Buffer(1, record.rows, np.int32)
+    ids.array[0], values = np.arange(record.rows), Buffer(record.rows, record.cols)
+    Layers(context).embed(values, fused, ids, record.rows)
+    k_b = np.ascontiguousarray(_k_b(c, values.array))
+    rows = _heads_first(c, weights.files.read(name).reshape(record.rows, -1))[:, c.qk_nope_head_dim :]
+    v_b = np.ascontiguousarray(rows).reshape(-1)
+    return (
+        context.matrix("f32", k_b.view(np.uint8).reshape(-1), *k_b.shape),
+        context.matrix(record.format, v_b, c.num_attention_heads * c.v_head_dim, record.cols),
+    )
 
 
 class LatentAttention:
@@ -148,8 +169,11 @@ class LatentAttention:
             self.q_a = buffers.rows("q_a", c.q_lora_rank)
         self.kv_a_proj = Linear(weights.matrix(f"{p}.kv_a_proj", rank + c.head_dim, hidden, bias=bias))
         self.kv_a_layernorm = weights.vector(f"{p}.kv_a_layernorm", rank)
-        self.k_b_proj = weights.matrix(f"{p}.k_b_proj", c.num_attention_heads * rank, c.qk_nope_head_dim)
-        self.v_b_proj = weights.matrix(f"{p}.v_b_proj", c.num_attention_heads * c.v_head_dim, rank)
+        if c.fused_kv_b:
+            self.k_b_proj, self.v_b_proj = split_kv_b(c, f"{p}.kv_b_proj", weights)
+        else:
+            self.k_b_proj = weights.matrix(f"{p}.k_b_proj", c.num_attention_heads * rank, c.qk_nope_head_dim)
+            self.v_b_proj = weights.matrix(f"{p}.v_b_proj", c.num_attention_heads * c.v_head_dim, rank)
         self.o_proj = Linear(weights.matrix(f"{p}.o_proj", hidden, c.num_attention_heads * c.v_head_dim, bias=bias))
         self.q, self.kv = buffers.rows("q", q_width), buffers.rows("kv", rank + c.head_dim)
         self.q_latent = buffers.rows("latent q", c.num_attention_heads * (rank + c.head_dim))

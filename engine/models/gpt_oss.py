@@ -130,9 +130,13 @@ GGUF_TENSORS = GGUF_DECODER | {
 def config_from_gguf(keys) -> dict:
     """config.json of the model in a GGUF file. keys: engine.weights.gguf_keys.GgufKeys.
 
-    Source: llama.cpp's converter and graph of "gpt-oss": windows on the even layers, limit 7, YaRN.
+    Source: llama.cpp's converter and graph of "gpt-oss": windows on the even layers, limit 7. That the borders of YaRN's
+    ramp are not rounded stands in the checkpoints and not in the file; it is the rule here (llama.cpp rounds).
     """
-    return decoder_from_gguf(keys, 150000.0) | {
+    config = decoder_from_gguf(keys, 150000.0)
+    if "rope_scaling" in config:
+        config["rope_scaling"] |= {"truncate": False}
+    return config | {
         "intermediate_size": keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length")),
         "num_local_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),

@@ -133,12 +133,18 @@ class GgufModel(ModelFiles):
                 f"{self.path}: {len(names)} tensors that {self.architecture} needs are missing: {brief(names)}; the "
                 "file is incomplete or of another variant of this architecture"
             )
-        extra = [name for name in self.gguf_tensors if name not in used and not _is_unused(name, unused)]
+        extra = [name for name in self.gguf_tensors if name not in used and not self._is_unused(name, unused)]
         if extra:
             raise UnexpectedTensorError(
                 f"{self.path}: {len(extra)} tensors are unknown to {self.architecture} and would be ignored: "
                 f"{brief(extra)}; update millstream or get another file"
             )
+
+    def _is_unused(self, name: str, unused: set[str]) -> bool:
+        """Whether the family lists a tensor ("blk.{n}.x" stands for every layer) as one that changes nothing, or its
+        Config says so: layers for multi-token prediction."""
+        in_config = getattr(self.model_config, "unused_in_gguf", lambda name: False)
+        return name in unused or re.sub(r"^blk\.\d+\.", "blk.{n}.", name) in unused or in_config(name)
 
     def _find(self, sources, expert: int | None) -> Slice | None:
         for source in (sources,) if isinstance(sources, str) else sources:
@@ -146,7 +152,7 @@ class GgufModel(ModelFiles):
             tensor = self.gguf_tensors.get(part.name)
             if tensor is not None:
                 # Old files have a tensor per expert, named with its number.
-                own = expert is not None and f".{expert}." in part.name and len(tensor.shape) < 3
+                own = expert is not None and part.name.endswith((f".{expert}.weight", f".{expert}.bias"))
                 return part._replace(expert=None) if own else part
         return None
 
@@ -190,11 +196,6 @@ class GgufModel(ModelFiles):
 
 
 _FLOATS = ("f32", "f16", "bf16")
-
-
-def _is_unused(name: str, unused: set[str]) -> bool:
-    """Whether the family lists a tensor ("blk.{n}.x" stands for every layer) as one that changes nothing."""
-    return name in unused or re.sub(r"^blk\.\d+\.", "blk.{n}.", name) in unused
 
 
 def _generation_config(metadata) -> dict:

@@ -50,8 +50,9 @@ def span(where: str, part: Slice, shape: tuple[int, ...], nbytes: int, want: tup
             )
         start, length = nbytes // shape[0] * part.expert, nbytes // shape[0] // part.parts
     else:
-        # A single row may be stored without its first axis.
-        if shape != whole and not (prod(shape) == prod(whole) and 1 in (*whole[:-1], *shape[:-1]) and part.parts == 1):
+        # A single row may be stored without its first axis; matrices of several heads may be stacked along one more.
+        same_rows = shape[-1] == whole[-1] or 1 in (*whole[:-1], *shape[:-1])
+        if shape != whole and not (prod(shape) == prod(whole) and same_rows and part.parts == 1):
             raise ShapeError(
                 f"{where}: tensor {part.name}: shape {list(shape)}, the configuration needs {list(whole)}; they belong "
                 "to different models"
