@@ -1,4 +1,4 @@
-"""config.json as released: every key is known, what it means is read, and what would change the mathematics is refused."""
+"""config.json as released: every key is known, its meaning read; what would change the mathematics is refused."""
 
 import pytest
 

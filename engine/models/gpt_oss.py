@@ -130,8 +130,8 @@ GGUF_TENSORS = GGUF_DECODER | {
 def config_from_gguf(keys) -> dict:
     """config.json of the model in a GGUF file. keys: engine.weights.gguf_keys.GgufKeys.
 
-    Source: llama.cpp's converter and graph of "gpt-oss": windows on the even layers, limit 7. That the borders of YaRN's
-    ramp are not rounded stands in the checkpoints and not in the file; it is the rule here (llama.cpp rounds).
+    Source: llama.cpp's converter and graph of "gpt-oss": windows on the even layers, limit 7. That the borders of the
+    YaRN ramp are not rounded stands in the checkpoints and not in the file; it is the rule here (llama.cpp rounds).
     """
     config = decoder_from_gguf(keys, 150000.0)
     if "rope_scaling" in config:
