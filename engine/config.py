@@ -29,6 +29,7 @@ class RuntimeConfig:
     ram: GiB that this process may take; None = what it can have without swapping or being killed.
     expert_slots: experts in memory; None = as many as ram allows, or all of them without streaming.
     io: how experts are read: "auto", "direct", "buffered" or "mmap". readers: threads that read; None = default.
+    lookahead: "on" = read experts that the next layer will probably want, "auto" = while that pays, "off".
     cache_policy: who leaves the cache, one of CACHE_POLICIES. pin: usage history or route trace whose most used experts
     stay in memory, or "auto" for the history beside the model. history: whether a run that streams adds to it.
     force_tokenizer: name of the pre-tokenizer to use with a GGUF file, whatever the file says.
@@ -45,6 +46,7 @@ class RuntimeConfig:
     expert_slots: int | None = None
     io: str = "auto"
     readers: int | None = None
+    lookahead: str = "auto"
     cache_policy: str = "score"
     pin: str | None = None
     history: bool = True
@@ -65,6 +67,8 @@ class RuntimeConfig:
             raise ConfigError(f"ram: got {self.ram}, expected GiB, more than 0")
         if self.io not in ("auto", "direct", "buffered", "mmap"):
             raise ConfigError(f"io: got {self.io!r}, expected auto, direct, buffered or mmap")
+        if self.lookahead not in ("auto", "on", "off"):
+            raise ConfigError(f"lookahead: got {self.lookahead!r}, expected auto, on or off")
         if self.readers is not None and not 1 <= self.readers <= MAX_READERS:
             raise ConfigError(f"readers: got {self.readers}, expected 1 to {MAX_READERS}")
         if self.cache_policy not in CACHE_POLICIES:

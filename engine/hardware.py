@@ -288,11 +288,21 @@ def memory_limits(root: str | Path = "/") -> MemoryPlan:
     return MemoryPlan(total, info.get("MemAvailable", info.get("MemFree", total)), tuple(limits))
 
 
+def status_bytes(key: str) -> int | None:
+    """Return a figure of /proc/self/status in bytes (RssAnon, VmHWM ...), or None where there is none."""
+    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
 def peak_rss_bytes() -> int:
     """Return the largest resident set of this process so far, file pages included."""
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # ru_maxrss survives an exec: it would be that of a large parent.
+    peak = status_bytes("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
 def resident_bytes() -> int:

@@ -6,10 +6,9 @@ time; a floor is left for them.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from .errors import ConfigError
-from .hardware import MemoryPlan, memory_limits, resident_bytes
+from .hardware import MemoryPlan, memory_limits, resident_bytes, status_bytes
 from .layers import Buffer
 from .rope import RopeTable
 from .weights.architectures import expert_ids
@@ -98,21 +97,27 @@ def scratch_estimate(files, max_tokens: int, num_threads: int) -> int:
     return max_tokens * cols * 2 + 1024 * width * 6 + num_threads * 8 * (cols + width) * 4 + 8 * MIB
 
 
-def buffer_bytes(root) -> int:
-    """Bytes of all activation buffers that an object holds, directly or not."""
-    seen, stack, total = set(), [root], 0
+def parts_of(root):
+    """Every object of this package that `root` holds, directly or not, once each."""
+    seen, stack = set(), [root]
     while stack:
         value = stack.pop()
-        if id(value) in seen or isinstance(value, RopeTable):  # those are filled at load: part of what is resident
+        if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Buffer):
-            total += value.array.nbytes
-        elif isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):
             stack += value
-        elif type(value).__module__.startswith("engine.") and hasattr(value, "__dict__"):
-            stack += vars(value).values()
-    return total
+        elif isinstance(value, dict):
+            stack += value.values()
+        elif type(value).__module__.startswith("engine."):
+            yield value
+            if hasattr(value, "__dict__") and not isinstance(value, RopeTable):  # its buffers are filled at load
+                stack += vars(value).values()
+
+
+def buffer_bytes(root) -> int:
+    """Bytes of all activation buffers that an object holds."""
+    return sum(value.array.nbytes for value in parts_of(root) if isinstance(value, Buffer))
 
 
 @dataclass(frozen=True)
@@ -180,17 +185,9 @@ def count_moe_layers(files) -> int:
 
 def file_resident_bytes() -> int:
     """File pages in this process's resident set now."""
-    return _status("RssFile") + _status("RssShmem")
+    return (status_bytes("RssFile") or 0) + (status_bytes("RssShmem") or 0)
 
 
 def anonymous_bytes() -> int:
     """Anonymous memory of this process now."""
-    return _status("RssAnon")
-
-
-def _status(key: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
+    return status_bytes("RssAnon") or 0

@@ -12,6 +12,7 @@ import tiny_models
 import engine
 from converters.hf import RoleFormats, convert
 from engine.errors import ConfigError, ExpertReadError
+from engine.experts import lookahead
 from engine.kernels import ffi, lib
 
 FORMATS = {
@@ -69,7 +70,7 @@ def fault(loaded, **settings):
 @pytest.mark.parametrize("cache", CACHES)
 def test_cache_size_changes_no_bit(snapshot, cache):
     want = logits(engine.load(snapshot))
-    loaded = engine.load(snapshot, expert_slots=CACHES[cache])
+    loaded = engine.load(snapshot, expert_slots=CACHES[cache], lookahead="off")
     assert_same(logits(loaded), want)
     stats = loaded.stream.stats()
     assert stats["misses"] == stats["reads"] and (stats["hits"] > 0) == (cache != "minimum")
@@ -83,6 +84,41 @@ def test_way_of_reading_changes_no_bit(snapshot, io, readers):
     loaded = engine.load(snapshot, expert_slots=TOP + 1, io=io, readers=readers)
     assert loaded.stream.expert_files.mode == io, loaded.stream.notes()
     assert_same(logits(loaded), want)
+
+
+@pytest.mark.parametrize("slots", [TOP, 6, NUM_EXPERTS])
+def test_look_ahead_changes_no_bit_and_is_counted(snapshot, slots):
+    want = logits(engine.load(snapshot))
+    loaded = engine.load(snapshot, expert_slots=slots, lookahead="on")
+    fault(loaded, max_sleep_us=100, seed=2)
+    assert_same(logits(loaded), want)
+    assert_same(logits(loaded), want)  # guesses of the first pass are still around
+    stats, guesses = loaded.stream.stats(), loaded.stream.cache.lookahead
+    raw = raw_stats(loaded)
+    assert stats["lookahead"] == "on"
+    if slots == TOP:  # no room for guesses
+        assert stats["lookahead_used_bytes"] == stats["lookahead_wasted_bytes"] == raw.speculative_bytes == 0
+        return
+    assert 0.2 < stats["lookahead_recall"] <= 1 and stats["lookahead_used_bytes"] > 0
+    kept = guesses.used + guesses.wasted + len(guesses.unused) + len(guesses.coming)
+    assert kept * loaded.stream.places.expert_bytes >= raw.speculative_bytes > 0
+    resident = sum(slot >= 0 for slot in loaded.stream.cache.slot_of)
+    assert raw.used_slots == 0 and raw.free_slots + resident + len(guesses.coming) >= slots
+
+
+def test_look_ahead_that_does_not_pay_is_switched_off():
+    trial = lookahead.Trial("auto")
+    clock = iter(np.cumsum([0.0] + [0.010 if step // lookahead.STRETCH % 2 else 0.009 for step in range(200)]))
+    for now in clock:
+        trial.tick(now)
+    assert not trial.on and "auto: off, 10.0 ms/step with, 9.0 without" in trial.verdict
+    trial = lookahead.Trial("auto")
+    for now in np.cumsum([0.0] + [0.007 if step // lookahead.STRETCH % 2 else 0.009 for step in range(200)]):
+        trial.tick(now)
+    assert trial.on and "auto: on" in trial.verdict
+    for now in 10 + np.arange(300) * 0.009:  # measured again after a while
+        trial.tick(now)
+    assert trial.verdict
 
 
 def test_text_is_the_same(small):
@@ -109,7 +145,7 @@ def test_each_expert_is_read_once_per_block_of_tokens(small, slots):
 
 
 def test_bytes_read_are_those_of_the_misses(small):
-    loaded = engine.load(small, expert_slots=CACHES["half"])
+    loaded = engine.load(small, expert_slots=CACHES["half"], lookahead="off")
     logits(loaded)
     stats = loaded.stream.stats()
     assert stats["bytes"] == stats["misses"] * expert_bytes(small)
@@ -117,7 +153,7 @@ def test_bytes_read_are_those_of_the_misses(small):
 
 
 def test_every_slot_is_free_or_resident_afterwards(small):
-    loaded = engine.load(small, expert_slots=5)
+    loaded = engine.load(small, expert_slots=5, lookahead="off")
     logits(loaded)
     raw = raw_stats(loaded)
     resident = sum(slot >= 0 for slot in loaded.stream.cache.slot_of)

@@ -352,12 +352,12 @@ def _write_weights(path, weights, dtype, shards, index):
         _write_json(path / "model.safetensors.index.json", content)
 
 
-def make_hf_dir(path, name_or_config, seed=None, dtype="F32", shards=1, index=True):
+def make_hf_dir(path, name_or_config, seed=None, dtype="F32", shards=1, index=True, weights=None):
     """Write a complete tiny OLMoE directory and return its path.
 
     `name_or_config` is a CONFIGS name or a dictionary of config overrides. `seed` defaults to the golden seed. `dtype`
     (F32, BF16 or F16) applies to every tensor. More than one shard comes with model.safetensors.index.json, unless
-    `index` is false (a broken download).
+    `index` is false (a broken download). weights: instead of those of make_weights.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -369,5 +369,6 @@ def make_hf_dir(path, name_or_config, seed=None, dtype="F32", shards=1, index=Tr
     _write_json(path / "generation_config.json", _generation_config_json())
     _write_json(path / "tokenizer.json", _tokenizer_json())
     _write_json(path / "tokenizer_config.json", _tokenizer_config_json())
-    _write_weights(path, make_weights(config, seed, dtype), dtype, shards, index)
+    weights = make_weights(config, seed, dtype) if weights is None else weights
+    _write_weights(path, weights, dtype, shards, index)
     return path

@@ -13,6 +13,8 @@ _OPTIONS = (
     click.option("--io", type=click.Choice(["auto", "direct", "buffered", "mmap"]), default="auto", show_default=True,
                  help="How experts that do not fit are read; auto tries direct reads on the model's own file."),
     click.option("--readers", type=click.IntRange(1, 64), metavar="N", help="Threads that read experts (default 4)."),
+    click.option("--lookahead", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
+                 help="Read what the next layer will probably want while the disk is idle; auto: while that pays."),
     click.option("--expert-slots", type=click.IntRange(min=1), metavar="N",
                  help="Keep N experts in memory, whatever would fit (default: as many as --ram allows)."),
     click.option("--cache-policy", type=click.Choice(CACHE_POLICIES), default=CACHE_POLICIES[0], show_default=True,

@@ -54,6 +54,7 @@ class ExpertCache:
         self.slot_of: list[int] = [-1] * places.num_keys
         self._free = list(range(num_slots - 1, -1, -1))
         self._in_flight = 0
+        self.lookahead = None  # set by the stream when there is one
         self._events = ffi.new("struct moe_stream_event[]", _MAX_EVENTS)
         self._keys = np.empty(num_slots, np.int64)
         self._slots = np.empty(num_slots, np.int32)
@@ -81,14 +82,23 @@ class ExpertCache:
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
-    def _room(self, busy) -> int | None:
-        """A slot to read into: a free one, or that of the policy's victim; None when everything is busy."""
+    def take_slot(self, busy) -> int | None:
+        """A slot to read into: a free one, that of a guess that came to nothing, or that of the policy's victim; None
+        when everything is busy."""
         if self._free:
             return self._free.pop()
-        key = self.policy.victim(busy)
+        key = self.lookahead.stale(busy) if self.lookahead else None
         if key is None:
-            return None
+            key = self.policy.victim(busy)
+            if key is None:
+                return None
+            if self.lookahead:
+                self.lookahead.evicted(key)
         return self._evict(key)
+
+    def give_back(self, slot: int) -> None:
+        """A slot whose read failed or was dropped is free again."""
+        self._free.append(slot)
 
     def _evict(self, key: int) -> int:
         self.policy.remove(key)
@@ -98,7 +108,7 @@ class ExpertCache:
         self.counters.evictions += 1
         return slot
 
-    def _publish(self, key: int, slot: int) -> None:
+    def publish(self, key: int, slot: int) -> None:
         base = self._base + slot * self.places.slot_bytes
         for matrix, offset in zip(self._matrices(self.structs[key]), self.places.offsets[key], strict=True):
             matrix.data = ffi.cast("void *", base + offset)
@@ -110,17 +120,28 @@ class ExpertCache:
 
     def request(self, keys: list[int], busy) -> int:
         """Ask for as many of `keys` as there is room for, in order. Returns how many; busy: keys that may not go."""
-        count = 0
-        for key in keys:
-            slot = self._room(busy)
+        slots = []
+        for _ in keys:
+            slot = self.take_slot(busy)
             if slot is None:
                 break
-            self._keys[count], self._slots[count] = key, slot
-            count += 1
-        if count:
-            check(lib.moe_streamer_request(self.handle, self._keys_ptr, self._slots_ptr, count, 0), "expert request")
-            self._in_flight += count
-        return count
+            slots.append(slot)
+        if slots:
+            self.send(keys[: len(slots)], slots)
+            self._in_flight += len(slots)
+        return len(slots)
+
+    def claim_guesses(self, keys: list[int]) -> set[int]:
+        """Those of `keys` that are on their way as guesses: from now on they are wanted, and arrive like the others."""
+        claimed = self.lookahead.claim(keys) if self.lookahead else set()
+        self._in_flight += len(claimed)
+        return claimed
+
+    def send(self, keys: list[int], slots: list[int], speculative: bool = False) -> None:
+        count = len(keys)
+        self._keys[:count], self._slots[:count] = keys, slots
+        args = (self.handle, self._keys_ptr, self._slots_ptr, count, speculative)
+        check(lib.moe_streamer_request(*args), "expert request")
 
     def arrivals(self) -> list[int]:
         """Keys that have become resident since the last call, waiting for at least one; each is in use until `release`.
@@ -134,10 +155,10 @@ class ExpertCache:
         keys, failed = [], None
         for event in self._events[0:count]:
             if event.error:
-                self._free.append(event.slot)
+                self.give_back(event.slot)
                 failed = failed or self._read_error(event)
             else:
-                self._publish(event.key, event.slot)
+                self.publish(event.key, event.slot)
                 keys.append(event.key)
         if failed:
             self.release(keys)
@@ -209,4 +230,5 @@ class ExpertCache:
             "retries": raw.retries,
             "failures": raw.failures,
             "direct_refused": raw.direct_refused,
+            **(self.lookahead.stats() if self.lookahead else {"lookahead": "off"}),
         }

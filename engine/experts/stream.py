@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from .. import memory
 from ..errors import ConfigError
 from ..kernels import Context
+from ..moe import MoeBlock
 from ..weights.architectures import model_config
 from .cache import DEFAULT_READERS, ExpertCache
 from .files import ExpertFiles
 from .layout import ExpertLayout, choose_expert_layout
+from .lookahead import LookAhead
 from .pinning import pin_experts
 from .places import ExpertPlaces
 from .policy import make_policy
@@ -57,10 +59,14 @@ class ExpertStream:
         self.expert_files = ExpertFiles(places, options.io)
         policy = make_policy(options.cache_policy, self.plan.num_slots, places.num_keys)
         self.cache = ExpertCache(places, self.expert_files, self.plan.num_slots, policy, readers)
+        self.files.close()  # mapped pages of what was looked at count against the process
         subset = _Subset(places.num_experts)
         for layer in self.layers:
             layer.open(self.cache, subset)
         self.pins = None if options.pin is None else pin_experts(self, model, options.pin)
+        if options.lookahead != "off" and len(self.layers) > 1 and self.plan.num_slots < len(places.keys):
+            blocks = {b.experts.layer: b for b in memory.parts_of(model) if isinstance(b, MoeBlock)}
+            self.cache.lookahead = LookAhead(self.cache, blocks, options.lookahead)
         self.warning = memory.cliff_warning(self.plan.num_slots, len(self.layers), top, places.expert_bytes)
 
     def notes(self) -> list[str]:
@@ -71,7 +77,7 @@ class ExpertStream:
             plan.line(),
             f"experts: {plan.num_slots} of {plan.num_experts} ({plan.percent:.1f} %) in slots of "
             f"{plan.slot_bytes / memory.MIB:.2f} MiB, {form}; io {self.expert_files.mode}, {cache.readers} readers, "
-            f"policy {cache.policy.name}",
+            f"policy {cache.policy.name}, look-ahead {self.options.lookahead if cache.lookahead else 'off'}",
         ]
         extra = (self.pins, self.budget.note, self.expert_files.note, self.warning)
         return lines + [line for line in extra if line]
@@ -88,16 +94,28 @@ class ExpertStream:
             "policy": self.cache.policy.name,
             "plan_bytes": plan.planned_bytes,
             "plan": plan.roles,
+            "anonymous_bytes": memory.anonymous_bytes(),
+            "file_pages_bytes": memory.file_resident_bytes(),
             **self.cache.stats(),
         }
 
 
+def _guesses(stats: dict) -> str:
+    if stats["lookahead"] == "off":
+        return ""
+    return (
+        f"; look-ahead {stats['lookahead']}, recall {100 * stats['lookahead_recall']:.0f} %, "
+        f"{stats['lookahead_used_bytes'] / 1e6:.1f} MB used, {stats['lookahead_wasted_bytes'] / 1e6:.1f} MB wasted"
+    )
+
+
 def summary(stats: dict) -> str:
     """The line that is always printed when experts were streamed."""
+    pages = f"; file pages {stats['file_pages_bytes'] / memory.MIB:.0f} MiB on top" if stats["io"] == "mmap" else ""
     return (
         f"experts: {stats['hits']} hits, {stats['misses']} misses ({100 * stats['hit_rate']:.1f} % hits); "
         f"{stats['bytes'] / 1e6:.1f} MB in {stats['reads']} reads, {stats['mb_per_s']:.0f} MB/s while reading; "
-        f"service {stats['service_s']:.3f} s, wait {stats['wait_s']:.3f} s"
+        f"service {stats['service_s']:.3f} s, wait {stats['wait_s']:.3f} s{pages}{_guesses(stats)}"
     )
 
 

@@ -84,28 +84,38 @@ class StreamedExperts:
         routed = _Plan(layers, name, buffers, plan, num_used, x, num_tokens, top)
         keys = [first + expert for expert in routed.ids]
         slot_of = cache.slot_of
+        if cache.lookahead:
+            cache.lookahead.begin(self.layer, keys, num_tokens)
         missing = [i for i, key in enumerate(keys) if slot_of[key] < 0]
         weights = buffers.weights.array.reshape(-1)[routed.assignments]
         cache.policy.touch(keys, np.add.reduceat(weights, routed.offsets[:-1]).tolist())
         cache.counters.hits += num_used - len(missing)
         cache.counters.misses += len(missing)
+        look = (layers, self.layer, x, num_tokens)
         if not missing:
+            if cache.lookahead:
+                cache.lookahead.ask(*look, set(keys))
             routed.run(self.table, self._subset, range(num_used))
             return
         try:
-            self._run_missing(routed, keys, missing)
+            self._run_missing(routed, keys, missing, look)
         except BaseException:
             cache.settle()
             raise
 
-    def _run_missing(self, routed: _Plan, keys: list[int], missing: list[int]) -> None:
+    def _run_missing(self, routed: _Plan, keys: list[int], missing: list[int], look: tuple) -> None:
         cache = self.cache
         waiting = [keys[i] for i in missing]
         index_of = {key: i for i, key in enumerate(keys)}
         here = sorted(set(range(len(keys))) - set(missing))
         busy = {keys[i] for i in here}
-        in_flight = cache.request(waiting, busy)
-        del waiting[:in_flight]
+        claimed = cache.claim_guesses(waiting)
+        waiting = [key for key in waiting if key not in claimed]
+        asked = cache.request(waiting, busy)
+        del waiting[:asked]
+        in_flight = len(claimed) + asked
+        if cache.lookahead:
+            cache.lookahead.ask(*look, set(keys))
         if here:
             held = [keys[i] for i in here]
             cache.hold(held)

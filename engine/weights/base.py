@@ -155,6 +155,20 @@ class ModelFiles:
             self._mappings[file], self._maps[file] = mapping, np.frombuffer(mapping, np.uint8)
         return self._maps[file]
 
+    @contextmanager
+    def sparse_reads(self):
+        """Within it a page fault brings in its own page only: a look at a few rows of a large cold file must not fetch
+        what the disk reads ahead, megabytes each time."""
+        for file in self.files:
+            self._mapped(file)
+        if hasattr(mmap, "MADV_RANDOM"):
+            for mapping in self._mappings.values():
+                mapping.madvise(mmap.MADV_RANDOM)
+        yield
+        if hasattr(mmap, "MADV_RANDOM"):
+            for mapping in self._mappings.values():
+                mapping.madvise(mmap.MADV_NORMAL)
+
     def read(self, name: str) -> np.ndarray:
         """The tensor's bytes: a read-only uint8 view of the mapped file [nbytes], no copy."""
         record = self.record(name)

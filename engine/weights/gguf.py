@@ -82,7 +82,8 @@ class GgufModel(ModelFiles):
         self._match(expected, set(getattr(module, "GGUF_UNUSED", ())))
         self._check_kernels(context)
         self.tied_head = "lm_head" not in self.tensors
-        self._check_scales(sample(self.tensors.values()), context)
+        with self.sparse_reads():
+            self._check_scales(sample(self.tensors.values()), context)
         return self
 
     # ---- checks at open ----------------------------------------------------------------------------------------------

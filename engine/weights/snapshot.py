@@ -85,7 +85,8 @@ class Snapshot(ModelFiles):
                 f"{header_path}: identity {header.identity[:12]} does not match its content; it was edited or damaged "
                 "after it was written, copy it again or convert the model again"
             )
-        self._check_scales(sample(self.tensors.values()), context)
+        with self.sparse_reads():
+            self._check_scales(sample(self.tensors.values()), context)
         return self
 
     # ---- checks at open ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 #!/bin/sh
-# run-threads.sh [ROUNDS]: the engine's drivers and thread pool under the thread sanitizer, several callers at once; any
-# data race fails. PLAIN=1 runs the same program without the sanitizer.
+# run-threads.sh [ROUNDS]: the engine's drivers and thread pool, several callers at once, and the expert streamer under the
+# thread sanitizer; any data race fails. PLAIN=1 runs the same programs without the sanitizer.
 set -eu
 cd "$(dirname "$0")/../.."
 echo "run-threads: drivers and thread pool, several contexts and callers${PLAIN:+, no sanitizer}"
@@ -19,3 +19,7 @@ fi
 # shellcheck disable=SC2086
 ENGINE=1 MAIN=tests/native/threads.c tests/native/build.sh "$out" -O1 $sanitizer -Wno-maybe-uninitialized
 TSAN_OPTIONS=halt_on_error=1 $run "$out" "$@"
+echo "run-threads: expert streamer, reads that sleep, fall short and fail"
+# shellcheck disable=SC2086
+ENGINE=1 MAIN=tests/native/stream_stress.c tests/native/build.sh "$out-stream" -O1 $sanitizer -Wno-maybe-uninitialized
+TSAN_OPTIONS=halt_on_error=1 $run "$out-stream"
