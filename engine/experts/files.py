@@ -42,6 +42,10 @@ class ExpertFiles:
         mappings = [None] * len(buffered)
         if self.mode == "mmap":
             mappings = [self._map(descriptor) for descriptor in buffered]
+        if self.mode == "direct":
+            # What checks and loading left there is memory that nobody reads again.
+            for name in places.file_names:
+                places.files.release_file(name)
         self.sources = list(zip(direct, buffered, mappings, strict=True))
 
     def _descriptor(self, path, flags: int) -> int:

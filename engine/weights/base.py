@@ -187,6 +187,14 @@ class ModelFiles:
         end = -(-(record.offset + record.nbytes) // _FAULT_AROUND_BYTES) * _FAULT_AROUND_BYTES
         mapping.madvise(mmap.MADV_DONTNEED, start, min(end, len(mapping)) - start)
 
+    def release_file(self, file: str) -> None:
+        """Give back all pages of a file that reading its mapping brought into the page cache."""
+        mapping = self._mappings.get(file)
+        if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapping.madvise(mmap.MADV_DONTNEED)
+        with self.path_of(file).open("rb") as handle:
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def read_into(self, name: str, out: np.ndarray) -> None:
         """Copy the tensor's bytes into `out` (uint8, at least nbytes) through read calls, not through a mapping.
 
