@@ -158,6 +158,13 @@ class ConfigReader:
             raise ConfigError(f"{self._where}: {key} = {str(value)[:60]}, expected a list of whole numbers")
         return value
 
+    def strings(self, key: str, default: list[str]) -> list[str]:
+        """List of texts."""
+        value = self._get(key, default, False)
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            raise ConfigError(f"{self._where}: {key} = {str(value)[:60]}, expected a list of texts")
+        return value
+
     def text(self, key: str, default: str | None) -> str | None:
         value = self._get(key, default, False)
         if value is not None and not isinstance(value, str):
@@ -168,12 +175,6 @@ class ConfigReader:
         value = self._get(key, default, False)
         if not isinstance(value, bool):
             raise ConfigError(f"{self._where}: {key} = {value!r}, expected true or false")
-        return value
-
-    def strings(self, key: str, default: list[str]) -> list[str]:
-        value = self._get(key, default, False)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{self._where}: {key} = {value!r}, expected a list of texts")
         return value
 
     def table(self, key: str) -> dict:

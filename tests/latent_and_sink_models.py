@@ -1,6 +1,6 @@
 """Tiny random checkpoints of gpt-oss, DeepSeek and GLM, made from a seed in the published Hugging Face layout.
 
-scripts/make_latent_golden.py and the tests build the same bytes, so only small golden results are committed. Names and
+scripts/make_family_golden.py and the tests build the same bytes, so only small golden results are committed. Names and
 shapes of the tensors come from transformers (they are kept in the golden file), not from the code under test.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tiny_models
 
-GOLDEN_DIR = Path(__file__).parent / "data" / "golden" / "latent_and_sinks"
+GOLDEN_DIR = Path(__file__).parent / "data" / "golden" / "families"
 NUM_GREEDY = 80
 CONTEXT = 160  # prompt and continuation; longer than every sliding window here
 

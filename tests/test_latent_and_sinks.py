@@ -1,6 +1,6 @@
 """gpt-oss, DeepSeek and GLM against transformers: logits and greedy tokens of committed golden files.
 
-The oracle is transformers (scripts/make_latent_golden.py); the negative controls break one rule of a loaded model and
+The oracle is transformers (scripts/make_family_golden.py); the negative controls break one rule of a loaded model and
 must be noticed by the same comparison.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..errors import ConfigError
 
 # model_type -> file of the family that computes the same.
-ALIASES: dict[str, str] = {}
+ALIASES = {"mistral": "llama"}
 
 
 def known() -> list[str]:

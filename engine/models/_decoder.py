@@ -92,6 +92,20 @@ def expert_fields(read: ConfigReader, num_experts: str = "num_experts") -> dict:
     return {"num_experts": experts, "num_experts_per_tok": top}
 
 
+def dense_layers(num_layers: int, sparse_step: int, mlp_only: tuple[int, ...]) -> frozenset[int]:
+    """Layers without experts: those listed, and all but every sparse_step-th."""
+    return frozenset(n for n in range(num_layers) if n in mlp_only or (n + 1) % sparse_step)
+
+
+def refuse_sliding_window(read: ConfigReader) -> None:
+    """Refuse the keys by which Qwen models switch a window on; no released model does."""
+    read.only("use_sliding_window", False)
+    read.only("use_mrope", False)
+    layer_types = read.strings("layer_types", [])
+    if any(kind != "full_attention" for kind in layer_types):
+        raise ConfigError("config.json: layer_types other than full_attention are not supported")
+
+
 # Our tensor name -> name in a Hugging Face checkpoint; {n} layer. Which of them a model has, `shapes` says.
 TENSORS = {
     "embed_tokens": "model.embed_tokens.weight",
@@ -110,8 +124,11 @@ TENSORS = {
 }
 
 
-def decoder_shapes(c: DecoderConfig, *, bias: bool = False, output_bias: bool = False) -> dict[str, tuple[int, ...]]:
-    """Shapes of embedding, norms, attention and head; a tied head has no tensor of its own."""
+def decoder_shapes(
+    c: DecoderConfig, *, bias: bool = False, output_bias: bool = False, head_norms: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of embedding, norms, attention and head; a tied head has no tensor of its own. head_norms: q and k have a
+    norm per head."""
     hidden, q_width, kv_width = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     p = "layers.{n}.self_attn"
     shapes = {
@@ -129,6 +146,8 @@ def decoder_shapes(c: DecoderConfig, *, bias: bool = False, output_bias: bool = 
         shapes |= {f"{p}.{name}_proj.bias": shapes[f"{p}.{name}_proj"][:1] for name in "qkv"}
     if output_bias:
         shapes[f"{p}.o_proj.bias"] = (hidden,)
+    if head_norms:
+        shapes |= {f"{p}.{name}_norm": (c.head_dim,) for name in "qk"}
     if c.tie_word_embeddings:
         del shapes["lm_head"]
     return shapes
@@ -136,11 +155,16 @@ def decoder_shapes(c: DecoderConfig, *, bias: bool = False, output_bias: bool = 
 
 def layers_of(c: DecoderConfig, template: str) -> range | list[int]:
     """Layers that have the template's tensor: dense ones an MLP, the others a router, experts, shared experts."""
-    every = range(c.num_hidden_layers)
-    if ".mlp." not in template or not c.dense_layers:
+    every, dense_layers = range(c.num_hidden_layers), c.dense_layers
+    if ".mlp." not in template:
         return every
     dense = template.startswith(tuple(f"layers.{{n}}.mlp.{name}_proj" for name in ("gate", "up", "down")))
-    return [n for n in every if (n in c.dense_layers) == dense]
+    return [n for n in every if (n in dense_layers) == dense]
+
+
+def mlp_tensors(prefix: str) -> dict[str, str]:
+    """Checkpoint names of an MLP that has the same prefix there."""
+    return {f"{prefix}.{name}_proj": f"model.{prefix}.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def mlp_shapes(prefix: str, width: int, hidden: int) -> dict[str, tuple[int, int]]:

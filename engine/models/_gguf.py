@@ -33,6 +33,21 @@ GGUF_TENSORS = {
 }
 
 
+# For GGUF_UNUSED: a tensor that `rope_from_gguf` reads.
+ROPE_FACTORS = {"rope_freqs.weight"}
+
+
+def expert_width(keys) -> int:
+    """Width of an expert, from the key or, in files without it, from the first expert tensor."""
+    width = keys.integer("expert_feed_forward_length", None)
+    if width is not None:
+        return width
+    found = [t.shape for name, t in keys.tensors.items() if name.endswith(".ffn_down_exps.weight")]
+    if not found or len(found[0]) != 3:
+        raise ConfigError(f"{keys.where}: no key and no tensor says how wide an expert is")
+    return found[0][2]
+
+
 def decoder_from_gguf(keys, default_theta: float) -> dict:
     """What every architecture's keys say alike, in the spelling of config.json."""
     return {
@@ -64,7 +79,13 @@ def rope_from_gguf(keys, default_theta: float) -> dict:
     )
     rotary = keys.integer("rope.dimension_count", head_dim)
     turned = {} if rotary == head_dim else {"partial_rotary_factor": rotary / head_dim}
-    return {"rope_theta": keys.number("rope.freq_base", default_theta), **turned, **rope_scaling_from_gguf(keys)}
+    scaling = rope_scaling_from_gguf(keys)
+    if "rope_freqs.weight" in keys.tensors:  # the llama3 rule, one factor per pair
+        if scaling:
+            raise ConfigError(f"{keys.where}: rope_freqs.weight and rope.scaling.type are both given")
+        factors = keys.vector("rope_freqs.weight")
+        scaling = {"rope_scaling": {"rope_type": "frequency_factors", "factors": factors}}
+    return {"rope_theta": keys.number("rope.freq_base", default_theta), **turned, **scaling}
 
 
 def rope_scaling_from_gguf(keys) -> dict:

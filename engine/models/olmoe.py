@@ -9,8 +9,7 @@ from ..config import ConfigReader
 from ..kernels import lib
 from ..moe import Router
 from . import _decoder as decoder
-from ._gguf import GGUF_TENSORS as GGUF_DECODER
-from ._gguf import decoder_from_gguf
+from . import _gguf as gguf
 
 HARMLESS = decoder.HARMLESS
 
@@ -43,13 +42,13 @@ OUTPUT_AXIS = 0  # weights are those of nn.Linear: [out, in]
 EXPERT = "layers.{n}.mlp.experts.{e}"
 TENSORS = decoder.TENSORS | {
     "layers.{n}.mlp.router": "model.layers.{n}.mlp.gate.weight",
-    **{f"{EXPERT}.{name}_proj": f"model.{EXPERT}.{name}_proj.weight" for name in ("gate", "up", "down")},
+    **decoder.mlp_tensors(EXPERT),
 }
 
 
 # Our tensor name -> where it lies in a GGUF file (weights/slices.py); files of older converters and newer ones differ.
 GGUF_ARCHITECTURE = "olmoe"
-GGUF_TENSORS = GGUF_DECODER
+GGUF_TENSORS = gguf.GGUF_TENSORS
 
 
 def config_from_gguf(keys) -> dict:
@@ -57,7 +56,7 @@ def config_from_gguf(keys) -> dict:
 
     Source: llama.cpp's converter and graph of "olmoe": top-k probabilities are not renormalised.
     """
-    return decoder_from_gguf(keys, 10000.0) | {
+    return gguf.decoder_from_gguf(keys, 10000.0) | {
         "intermediate_size": keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length")),
         "num_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),

@@ -1,11 +1,11 @@
-"""Make tests/data/golden/latent_and_sinks/*.npz: tiny random gpt-oss, DeepSeek and GLM models under transformers.
+"""Make tests/data/golden/families/*.npz: tiny random models of every family but OLMoE under transformers.
 
 Needs the extra `oracle` (torch, transformers). float32, CPU, one thread, eager attention and experts. A file holds the
 config and the names and shapes of the tensors as transformers stores them, the seed, the prompt, the greedy
 continuation by cached decoding, and logits of some positions. Refused: a checkpoint of which a key is missing or
 left over; cached decoding that differs from a full forward; a greedy step without a clear winner (the next seed).
 
-    python scripts/make_latent_golden.py [NAME ...]
+    python scripts/make_family_golden.py [NAME ...]
 """
 
 import json
@@ -21,9 +21,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import family_models  # noqa: E402
 import latent_and_sink_models as models  # noqa: E402
 import tiny_models  # noqa: E402
 
+CONFIGS = models.CONFIGS | family_models.CONFIGS
 MIN_MARGIN = 4e-3  # top-1 minus top-2 over the largest logit
 MIN_DISTINCT = 25
 MAX_CACHE_ERROR = 5e-5
@@ -93,7 +95,7 @@ def margin(logits: np.ndarray) -> float:
 
 
 def make(name: str) -> None:
-    config, mxfp4 = models.CONFIGS[name], name.endswith("mxfp4")
+    config, mxfp4 = CONFIGS[name], name.endswith("mxfp4")
     written, shapes = stored_form(config)
     if mxfp4:
         written["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -111,6 +113,8 @@ def make(name: str) -> None:
         good = margin(steps) >= MIN_MARGIN and len(set(found["greedy"])) >= MIN_DISTINCT
         if good and tiny_models.EOS_TOKEN_ID not in found["greedy"]:
             break
+    else:
+        raise SystemExit(f"{name}: no seed with clear winners; change the configuration")
     if mxfp4:  # transformers' own decoding of the blocks, against ours for the tests
         for key, value in weights.items():
             if key.endswith("_blocks"):
@@ -135,5 +139,5 @@ if __name__ == "__main__":
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    for chosen in sys.argv[1:] or models.CONFIGS:
+    for chosen in sys.argv[1:] or CONFIGS:
         make(chosen)

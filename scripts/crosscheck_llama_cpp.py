@@ -1,0 +1,244 @@
+"""Compare millstream with llama.cpp on small random GGUF files of every family that both run.
+
+A case is a checkpoint with random weights, turned into GGUF by llama.cpp's own converter and requantized by its own
+quantizer, so names, permutations, fused experts and split tensors are exactly those of published files. Both engines
+then read that file. llama.cpp decodes greedily; millstream is fed the same tokens, once as a block and once token by
+token. Reported per file: the largest difference of a logit over the largest logit, and at how many positions both pick
+the same token (a pick counts as different only where llama.cpp's margin exceeds twice that difference).
+
+Three interpreters may be needed, since the packages are large: this one (extras of the tests), one with torch and
+transformers (extra `oracle`), one with llama-cpp-python (extra `peers`). The converter is in the source archive:
+
+    pip download --no-binary :all: --no-deps --no-build-isolation llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
+    python scripts/crosscheck_llama_cpp.py --converter llama_cpp_python-*/vendor/llama.cpp \\
+        [--oracle-python PYTHON] [--peer-python PYTHON] [--json OUT] [CASE ...]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+NUM_GREEDY, CONTEXT, SEED = 64, 256, 7
+FORMATS = {"f32": None, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers of whole-file formats
+# Largest |a - b| over largest |b|. f32: two orders of float32 additions. Quantized weights are the same values in both
+# engines, but activations are rounded to 8 bits in blocks with scales of another type.
+TOLERANCE = {"f32": 2e-4, "q8_0": 5e-2, "q4_0": 5e-2}
+# Rows of 128, so that every format and every kernel of llama.cpp fits.
+SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
+SIZES["shared_expert_intermediate_size"] = 128
+
+
+def cases() -> dict[str, dict]:
+    """Case -> config: the golden configurations, wide enough for every format."""
+    import family_models
+    import latent_and_sink_models
+    import tiny_models
+
+    olmoe = {key: value for key, value in tiny_models.hf_config("mha_base").items() if key != "torch_dtype"}
+    found = {"olmoe": olmoe}
+    found |= {name: dict(config) for name, config in family_models.CONFIGS.items()}
+    found |= {name: dict(config) for name, config in latent_and_sink_models.CONFIGS.items() if "mxfp4" not in name}
+    for name, reason in UNSUPPORTED.items():
+        assert name in found, (name, reason)
+        del found[name]
+    for config in found.values():
+        config.update({key: size for key, size in SIZES.items() if key in config})
+        config["vocab_size"] = tiny_models.TOKENIZER_SIZE
+    return found
+
+
+# Configurations that llama.cpp's graph of the architecture does not compute.
+UNSUPPORTED = {
+    "qwen2_moe_mixed": "layers without experts, renormalised top-k",
+    "qwen3_moe_plain": "layers without experts, top-k that is not renormalised",
+    "mixtral_window": "the converter records no sliding window",
+    "mistral": "the converter records no sliding window",
+}
+
+
+# ---- in the interpreter with torch: checkpoint and conversion ----
+
+
+def convert(names: list[str], folder: Path, converter: str) -> None:
+    """Write folder/NAME.gguf with float32 weights."""
+    sys.path[:0] = [converter, f"{converter}/gguf-py"]
+    import gguf
+    import latent_and_sink_models as models
+    import torch
+    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
+    from conversion.base import TextModel
+    from make_family_golden import stored_form
+
+    # Its list of known tokenizers has no made-up one; ids are compared here, not texts.
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    for name in names:
+        config, shapes = stored_form(cases()[name])
+        checkpoint = models.write_hf_dir(folder / f"{name}-hf", config, models.make_weights(shapes, SEED))
+        with torch.inference_mode():
+            hparams = ModelBase.load_hparams(checkpoint, False)
+            kind = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
+            kind.set_vocab = TextModel._set_vocab_gpt2
+            try:
+                kind(checkpoint, gguf.LlamaFileType.ALL_F32, folder / f"{name}.gguf").write()
+            except Exception as error:  # whatever it is: the result of this case
+                (folder / f"{name}.error").write_text(f"converter: {type(error).__name__}: {error}")
+
+
+# ---- in the interpreter with llama-cpp-python: quantized files, greedy tokens, logits ----
+
+
+def peer(case: str, kind: str, folder: Path) -> None:
+    """Write NAME-FORMAT.gguf and NAME-FORMAT.npz (tokens, logits of all positions)."""
+    import llama_cpp
+
+    source, path = folder / f"{case}.gguf", path_of(case, kind, folder)
+    if path != source:
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.nthread, params.pure = FORMATS[kind], 1, True
+        if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params):
+            raise SystemExit("llama.cpp's quantizer refused the file")
+    tokens, logits = run_peer(llama_cpp, path)
+    np.savez(folder / f"{case}-{kind}.npz", tokens=tokens, logits=logits)
+
+
+def path_of(case: str, kind: str, folder: Path) -> Path:
+    return folder / (f"{case}.gguf" if FORMATS[kind] is None else f"{case}-{kind}.gguf")
+
+
+def run_peer(llama_cpp, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [P + G] and logits [P + G, V]. Repacked weights are switched off: they are for speed, and builds use CPU
+    features for them that not every machine has."""
+    defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+    def plain():
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    llama_cpp.llama_cpp.llama_model_default_params = plain
+    model = llama_cpp.Llama(
+        str(path), n_ctx=CONTEXT, n_batch=CONTEXT, n_threads=1, n_threads_batch=1, logits_all=True, flash_attn=False,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, swa_full=True, verbose=False,
+    )  # fmt: skip
+    tokens = prompt(model.n_vocab())
+    model.eval(tokens)
+    for _ in range(NUM_GREEDY):
+        tokens.append(int(np.argmax(model.scores[len(tokens) - 1])))
+        model.eval(tokens[-1:])
+    return np.array(tokens, np.int32), np.array(model.scores[: len(tokens)], np.float32)
+
+
+def prompt(vocab_size: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(SEED).integers(3, vocab_size - 1, 40)]
+
+
+# ---- here ----
+
+
+def check(name: str, kind: str, folder: Path, peer_python: str) -> dict:
+    """Result of one file."""
+    import engine
+    from engine.errors import EngineError
+
+    result = {"case": name, "format": kind, "tolerance": TOLERANCE[kind], "ok": False}
+    if (folder / f"{name}.error").is_file():
+        return result | {"error": (folder / f"{name}.error").read_text().splitlines()[0]}
+    failure = stage(peer_python, folder, "--stage", "peer", "--converter", "-", name, kind)
+    if failure:
+        return result | {"error": f"llama.cpp: {failure}"}
+    path = path_of(name, kind, folder)
+    with np.load(folder / f"{name}-{kind}.npz") as file:
+        tokens, want = file["tokens"], file["logits"]
+    try:
+        loaded = engine.load(path, kv="f32", ctx=CONTEXT, threads=1)
+        result |= {"architecture": loaded.files.architecture, "tokens": NUM_GREEDY}
+        block = loaded.model.forward(tokens, loaded.new_kv(), 0, logits="all").copy()
+        stepwise, kv = [], loaded.new_kv()
+        for i in range(len(tokens)):
+            stepwise.append(loaded.model.forward(tokens[i : i + 1], kv, i).copy())
+    except EngineError as error:
+        return result | {"error": f"millstream: {error}"}
+    same_bits = np.array_equal(np.concatenate(stepwise), block)
+    difference = np.abs(block.astype(np.float64) - want).max(axis=1)
+    top = np.sort(want, axis=1)[:, -2:]
+    margin = top[:, 1] - top[:, 0]
+    start = len(tokens) - NUM_GREEDY - 1
+    picks = (block.argmax(axis=1) == want.argmax(axis=1))[start:-1]
+    clear = (margin > 2 * difference)[start:-1]
+    error = float(difference.max() / np.abs(want).max())
+    return result | {
+        "logits_max_difference": error,
+        "equal_tokens": int(picks.sum()),
+        "different_where_clear": int((clear & ~picks).sum()),
+        "block_equals_steps": same_bits,
+        "ok": bool(error <= TOLERANCE[kind] and same_bits and not (clear & ~picks).any()),
+    }
+
+
+def report(results: list[dict]) -> None:
+    print(f"{'case':20} {'format':6} {'max diff':>9} {'bound':>7} {'equal tokens':>12}  result")
+    for r in results:
+        if "error" in r:
+            print(f"{r['case']:20} {r['format']:6} {'':9} {'':7} {'':12}  FAILED: {r['error'][:200]}")
+            continue
+        tokens = f"{r['equal_tokens']}/{r['tokens']}"
+        print(f"{r['case']:20} {r['format']:6} {r['logits_max_difference']:9.1e} {r['tolerance']:7.0e} {tokens:>12}  "
+              f"{'ok' if r['ok'] else 'FAILED'}")  # fmt: skip
+    for name, reason in UNSUPPORTED.items():
+        print(f"{name:20} not in llama.cpp: {reason}")
+
+
+def stage(python: str, folder: Path, *arguments: str) -> str | None:
+    """Run a part of this script in another interpreter, and in a process of its own, since it may crash. Returns the
+    last line of what it said when it failed."""
+    done = subprocess.run([python, __file__, *arguments, "--folder", str(folder)], capture_output=True, text=True)
+    if not done.returncode:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return f"exit code {done.returncode}" + (f", {lines[-1]}" if lines else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="CASE", help="default: all")
+    parser.add_argument("--converter", required=True, help="vendor/llama.cpp of llama-cpp-python's source archive")
+    parser.add_argument("--oracle-python", default=sys.executable, help="interpreter with torch and transformers")
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter with llama-cpp-python")
+    parser.add_argument("--json", help="write the results here")
+    parser.add_argument("--folder", help="keep the files here")
+    parser.add_argument("--stage", choices=("convert", "peer"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.stage == "convert":
+        sys.path.insert(0, str(Path(__file__).parent))
+        convert(args.names, Path(args.folder), args.converter)
+        return 0
+    if args.stage == "peer":
+        peer(*args.names, Path(args.folder))
+        return 0
+    names = args.names or list(cases())
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(args.folder or made)
+        folder.mkdir(parents=True, exist_ok=True)
+        failure = stage(args.oracle_python, folder, "--stage", "convert", "--converter", args.converter, *names)
+        if failure:
+            raise SystemExit(f"conversion: {failure}")
+        results = []
+        for name in names:
+            results += [check(name, kind, folder, args.peer_python) for kind in FORMATS]
+            print(f"{name}: done", file=sys.stderr, flush=True)
+    report(results)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"results": results, "unsupported": UNSUPPORTED}, indent=1) + "\n")
+    return 0 if all(r["ok"] for r in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
