@@ -47,6 +47,10 @@ class KVShape:
         needed = min(capacity, self.window + max(max_tokens, SLACK) + SLACK) if self.window else capacity
         return -(-needed // CHUNK_POSITIONS) * CHUNK_POSITIONS
 
+    def num_bytes(self, capacity: int, kind: str, max_tokens: int) -> int:
+        item_bytes = 4 if kind == "f32" else 2
+        return self.num_heads * sum(self.widths) * self.num_slots(capacity, max_tokens) * item_bytes
+
 
 class KVCache:
     """KV cache of layers of the given shapes in float16 or float32; `layers[n]` is the struct moe_kv of layer n.

@@ -83,11 +83,10 @@ def resident_expert_bytes(files, context, compact: bool) -> int:
     return total
 
 
-def kv_estimate(config, positions: int, kind: str) -> int:
-    """KV bytes before there is a model to ask. config: the family's checked one."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return 2 * config.num_hidden_layers * positions * width * (4 if kind == "f32" else 2)
+def kv_estimate(config, positions: int, max_tokens: int, kind: str) -> int:
+    """KV bytes of that many positions, at most max_tokens in a call, before there is a model to ask. config: the
+    family's checked one."""
+    return sum(shape.num_bytes(positions, kind, max_tokens) for shape in config.kv_shapes)
 
 
 def scratch_estimate(files, max_tokens: int, num_threads: int) -> int:

@@ -12,6 +12,7 @@ from .experts.stream import plan_experts
 from .generate import Generation
 from .kernels import Context
 from .kv_cache import KVCache
+from .memory import kv_estimate
 from .models import family
 from .sampler import SamplingParams
 from .session import Session
@@ -38,12 +39,14 @@ class Engine:
         self.max_context = self._context_length(options.ctx)
         self.tokenizer = Tokenizer.of_model(self.files, options.force_tokenizer)  # refuses before weights are read
         self.context = Context(options.isa, options.threads, options.arith)
-        self.expert_layout, self.stream = plan_experts(self.files, self.context, options, self.max_context)
+        max_tokens = min(PREFILL_TOKENS, self.max_context)
+        sizes = (self.max_context, max_tokens)
+        self.kv_bytes = kv_estimate(self.files.model_config, *sizes, options.kv)  # of a cache of the whole context
+        self.expert_layout, self.stream = plan_experts(self.files, self.context, options, *sizes)
         if self.stream:
             loader = self.loader = StreamLoader(self.files, self.context, self.stream)
         else:
             loader = self.loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
-        max_tokens = min(PREFILL_TOKENS, self.max_context)
         self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
         self.tokenizer.check_vocabulary(self.model.config.vocab_size)
         self.draft = self._load_draft(options)

@@ -112,3 +112,11 @@ def test_memory_is_what_the_shapes_need():
     assert cache.layers[1].capacity == ring
     assert cache.num_bytes == 2 * (2 * HEADS * DIM * (full + ring) + 40 * full + 2 * 32 * full)
     assert KVCache(SHAPES, 30, "f32", BLOCK).num_bytes == 4 * 2 * 2 * HEADS * DIM * 64
+
+
+def test_the_estimate_is_what_a_cache_takes():
+    """Before there is a model: rings, latents and all, for any context and block."""
+    for positions, block, kind in ((1000, BLOCK, "f16"), (30, 512, "f32"), (129, 64, "f16")):
+        shapes = [*SHAPES, KVShape(1, 40, 32, latent=True), KVShape(2, 24, 8)]
+        cache = KVCache(shapes, positions, kind, block)
+        assert sum(shape.num_bytes(positions, kind, block) for shape in shapes) == cache.num_bytes

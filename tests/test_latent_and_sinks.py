@@ -64,6 +64,12 @@ def test_logits_match_transformers(snapshot, name, kv):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_announced_bytes_of_keys_and_values_are_those_of_the_cache(snapshot, name):
+    loaded = engine.load(snapshot(name))
+    assert loaded.kv_bytes == loaded.new_kv().num_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_match_transformers(snapshot, name):
     file = golden(name)
     generation = engine.load(snapshot(name, decoded=name.endswith("mxfp4")), kv="f32").generate(

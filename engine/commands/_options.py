@@ -112,7 +112,8 @@ def describe(loaded) -> str:
     formats = ", ".join(dict.fromkeys(record.format for record in files.tensors.values() if len(record.shape) == 2))
     return (
         f"model: {files.path} ({files.architecture}; {formats}); tier {context.tier}, "
-        f"{context.num_threads} threads, context {loaded.max_context}, kv {loaded.options.kv}, "
+        f"{context.num_threads} threads, context {loaded.max_context}, "
+        f"kv {loaded.options.kv} ({loaded.kv_bytes / (1 << 20):.1f} MiB), "
         f"experts {loaded.expert_layout.name} ({loaded.expert_layout.reason}), "
         f"arithmetic {context.arith} ({activations} activations)"
     )

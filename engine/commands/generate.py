@@ -75,6 +75,7 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "threads": loaded.context.num_threads,
         "context": loaded.max_context,
         "kv": loaded.options.kv,
+        "kv_bytes": loaded.kv_bytes,
         "arith": loaded.context.arith,
         "expert_layout": loaded.expert_layout.name,
         "expert_layout_reason": loaded.expert_layout.reason,

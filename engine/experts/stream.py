@@ -130,7 +130,9 @@ def _streamed_layout(wanted: str, files, context: Context) -> ExpertLayout:
     return replace(chosen, reason=f"strips take {ratio:.2f} times the memory of a slot")
 
 
-def plan_experts(files, context: Context, options, positions: int) -> tuple[ExpertLayout, ExpertStream | None]:
+def plan_experts(
+    files, context: Context, options, positions: int, max_tokens: int
+) -> tuple[ExpertLayout, ExpertStream | None]:
     """The form of experts in memory, and an ExpertStream when they do not fit in the budget (or slots were asked for).
 
     Raises ConfigError before anything is loaded when not even the rest of the model fits.
@@ -138,7 +140,7 @@ def plan_experts(files, context: Context, options, positions: int) -> tuple[Expe
     budget = memory.make_budget(options.ram)
     config = model_config(files.architecture, files.config)
     dense = memory.dense_bytes(files, context)
-    kv = memory.kv_estimate(config, positions, options.kv)
+    kv = memory.kv_estimate(config, positions, max_tokens, options.kv)
     others = dense + kv + memory.resident_bytes() + memory.GROWTH_BYTES + memory.PAGE_CACHE_FLOOR_BYTES
     left = budget.total_bytes - others
     if left < 0 and options.ram is not None:

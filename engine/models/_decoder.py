@@ -43,6 +43,11 @@ class DecoderConfig:
     tie_word_embeddings: bool
 
     @property
+    def kv_shapes(self) -> list[KVShape]:
+        """What each layer keeps of a position."""
+        return [KVShape(self.num_key_value_heads, self.head_dim)] * self.num_hidden_layers
+
+    @property
     def dense_layers(self) -> frozenset[int]:
         """Layers with a dense MLP in place of experts."""
         return frozenset() if self.num_experts else frozenset(range(self.num_hidden_layers))
@@ -223,7 +228,6 @@ class Attention:
             self.k_norm = weights.vector(f"{p}.k_norm", self.norm_widths[1])
         self.o_proj = Linear(weights.matrix(f"{p}.o_proj", hidden, q_width, bias=output_bias))
         self.clip, self.window, self.output_scale = clip, window, output_scale
-        self.kv_shape = KVShape(self.kv_heads, c.head_dim, window=window)
         self.scale = c.head_dim**-0.5 if scale is None else scale
         self.sinks = weights.vector(f"{p}.sinks", c.num_attention_heads) if sinks else None
 
@@ -359,7 +363,7 @@ class Decoder:
         self.logits = Buffer(min(MAX_WINDOW_ROWS, max_tokens), c.vocab_size)
 
     def make_attention(self, n: int, weights):
-        """The attention of layer n: called as Attention is, with the kv_shape of its cache."""
+        """The attention of layer n: called as Attention is."""
         raise NotImplementedError
 
     def make_mlp(self, n: int, weights):
@@ -367,7 +371,7 @@ class Decoder:
         raise NotImplementedError
 
     def new_kv(self, capacity: int, kind: str = "f16") -> KVCache:
-        return KVCache([block.attention.kv_shape for block in self.blocks], capacity, kind, self.max_tokens)
+        return KVCache(self.config.kv_shapes, capacity, kind, self.max_tokens)
 
     def forward(self, ids: np.ndarray, kv: KVCache, position: int, logits: str = "last") -> np.ndarray | None:
         """Run tokens ids int32 [T], T <= max_tokens, at positions position .. position + T - 1.

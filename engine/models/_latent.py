@@ -31,6 +31,11 @@ class LatentConfig(decoder.DecoderConfig):
     fused_kv_b: bool  # the file holds kv_b_proj and not its two parts: GGUF files of older converters
 
     @property
+    def kv_shapes(self) -> list[KVShape]:
+        """One compressed row per position for all heads."""
+        return [KVShape(1, self.kv_lora_rank + self.head_dim, self.kv_lora_rank, latent=True)] * self.num_hidden_layers
+
+    @property
     def q_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.head_dim
 
@@ -179,7 +184,6 @@ class LatentAttention:
         self.q_latent = buffers.rows("latent q", c.num_attention_heads * (rank + c.head_dim))
         self.latent = buffers.rows("latent", c.num_attention_heads * rank)
         self.out = buffers.rows("attention out", c.num_attention_heads * c.v_head_dim)
-        self.kv_shape = KVShape(1, rank + c.head_dim, rank, latent=True)
 
     def __call__(self, ops: Layers, x: Buffer, h: Buffer, kv, rope, num_tokens: int, position: int) -> None:
         """x [T, H] += attention of the normalised h [T, H]; one latent row per token goes into the cache."""

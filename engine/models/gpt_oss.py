@@ -12,6 +12,7 @@ import numpy as np
 from ..config import ConfigReader
 from ..errors import ConfigError
 from ..kernels import lib
+from ..kv_cache import KVShape
 from ..moe import Router
 from ..weights.views import View
 from . import _decoder as decoder
@@ -31,6 +32,11 @@ class Config(decoder.DecoderConfig):
     swiglu_limit: float
     attention_bias: bool
     windows: tuple[int, ...]
+
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """Rings in the layers with a window."""
+        return [KVShape(self.num_key_value_heads, self.head_dim, window=window) for window in self.windows]
 
     @classmethod
     def from_dict(cls, config: dict) -> "Config":
