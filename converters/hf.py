@@ -99,7 +99,7 @@ def convert(
 
     layout: "compute" writes what kernels read, "storage" the formats' own rows, "auto" the first where it costs at most
     5 % more bytes. threads: None = one per usable CPU; the output does not depend on it. progress: called with a
-    Progress (source bytes) after every tensor. expert_file_bytes: when a new expert file is begun.
+    Progress (source bytes) after every chunk of rows. expert_file_bytes: when a new expert file is begun.
     Raises: EngineError subclasses, all but NonFiniteError and ConversionIOError before anything is written.
     """
     started = time.monotonic()
@@ -151,9 +151,13 @@ class _Job:
         meter = ProgressMeter(self.source_bytes, progress)
 
         def produce(record):
-            source = self.sources[record.name]
-            yield from self.quantizer.chunks(record, source)
-            meter.add(source.nbytes, record.name)
+            source, made, told = self.sources[record.name], 0, 0
+            for chunk in self.quantizer.chunks(record, source):
+                made += chunk.nbytes  # a large tensor takes minutes: every chunk moves the bar
+                share = source.nbytes * made // record.nbytes
+                meter.add(share - told, record.name)
+                told = share
+                yield chunk
 
         side_files = [self.checkpoint.path / name for name in SIDE_FILES]
         with SnapshotWriter(out, force) as writer:

@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 doctor found a problem, or the output could not be written
 wrong; 130 interrupted; 141 the reader of stdout went away.
 """
 
+import errno
 import os
 import sys
 
@@ -22,6 +23,7 @@ from .errors import EngineError
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -34,12 +36,22 @@ for command in (generate, chat, perplexity, convert, inspect, doctor, kernels):
     cli.add_command(command)
 
 
+def _usage_error(error: click.ClickException) -> str:
+    """A wrong option in one line, with where to read more."""
+    context = getattr(error, "ctx", None)
+    where = f"; see `{context.command_path} --help`" if context else ""
+    return f"error: {' '.join(error.format_message().split()).rstrip('.')}{where}"
+
+
 def _run(args: list[str] | None) -> int:
     try:
         status = cli.main(args, prog_name="millstream", standalone_mode=False)
         return status if isinstance(status, int) else 0
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:  # the help, on stderr
         error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        _output.note(_usage_error(error))
         return error.exit_code
     except EngineError as error:
         _output.note(f"error: {error}")
@@ -52,12 +64,20 @@ def _run(args: list[str] | None) -> int:
         return EXIT_INTERRUPTED
     except _output.ReaderGone:
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # click's own output, --version and --help
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+            raise
+        _output.note(f"error: stdout: cannot be written: {error.strerror}")
+        return _output.OutputError.exit_code
 
 
 def main(args: list[str] | None = None) -> None:
     """Run `millstream` and exit the process with its code. Unexpected exceptions keep their traceback."""
     # numpy computes nothing here that needs threads, and a pool of them costs memory and start-up time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if sys.stdout is None:  # the first file opened would take its place
+        _output.note("error: stdout: it is closed, so the result has nowhere to go")
+        sys.exit(_output.OutputError.exit_code)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # text models write UTF-8, whatever the locale says
     status = _run(args)

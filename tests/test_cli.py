@@ -62,10 +62,7 @@ def test_installed_script_is_the_same_program():
                                   ["generate", "x", "-n", "-1"], ["generate", "x", "--seed", "-1"],
                                   ["perplexity"], ["perplexity", "--text", "x", "--score", "some"]])  # fmt: skip
 def test_wrong_usage_is_exit_code_2(args):
-    done = run(*args)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Usage:" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert_error(run(*args), "--help`")
 
 
 @pytest.mark.parametrize("command", ["generate", "perplexity", "inspect"])
@@ -312,3 +309,49 @@ def test_ci_runs_the_test_command_of_the_readme():
     )
     assert done.stdout == readme_commands()[1]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("source")
+    tiny_models.make_hf_dir(path / "hf", "mha_base")
+    return path / "hf"
+
+
+def test_format_names_are_understood_in_capitals(source, tmp_path):
+    done = run("convert", source, tmp_path / "s", "--format", "Q8_0", "--dense-format", "BF16", "--json")
+    assert done.returncode == 0, done.stderr
+    formats = json.loads(done.stdout)["formats"]
+    assert (formats["gate_up"], formats["down"], formats["head"]) == ("q8_0", "q8_0", "bf16")
+    assert_error(run("convert", source, tmp_path / "t", "--format", "Q9_9"), "q9_9", "unknown")
+
+
+def test_a_format_that_nothing_would_use_is_refused(source, tmp_path):
+    others = ("--gate-up-format", "q4_0", "--down-format", "q8_0")
+    assert_error(run("convert", source, tmp_path / "s", "--format", "iq4_nl", *others), "--format iq4_nl does nothing")
+    assert run("convert", source, tmp_path / "s", *others).returncode == 0
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path):
+    """A conversion that is ended by a signal removes what it had written."""
+    program = f"""
+import os, signal, sys
+import converters.quantize
+encode = converters.quantize.Quantizer.chunks
+def chunks(self, record, source):
+    for i, chunk in enumerate(encode(self, record, source)):
+        if len(os.listdir({str(tmp_path)!r})) > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield chunk
+converters.quantize.Quantizer.chunks = chunks
+from engine.cli import main
+main(["convert", {str(tmp_path / "hf")!r}, {str(tmp_path / "out")!r}])
+"""
+    tiny_models.make_hf_dir(tmp_path / "hf", "mha_base")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert done.stderr == "terminated\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]

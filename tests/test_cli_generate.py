@@ -305,6 +305,30 @@ def test_full_disk_is_an_error(model):
     assert "Exception ignored" not in done.stderr
 
 
-def test_closed_streams_are_no_error(model):
-    command = f"{sys.executable} -m engine generate x -m {model} -n 4 >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], cwd=ROOT, env=ENVIRONMENT, check=False).returncode == 0
+@pytest.mark.parametrize("args", ["generate x -n 4", "--version", "--help", "kernels --json"])
+def test_closed_stdout_is_an_error(model, args):
+    """What was asked for has nowhere to go; exit code 0 would say that somebody got it."""
+    for redirect, said in ((">&-", True), (">&- 2>&-", False)):
+        command = f"{sys.executable} -m engine {args} {redirect}"
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=ENVIRONMENT, capture_output=True, check=False)
+        assert done.returncode == 1
+        assert (b"error: stdout: it is closed" in done.stderr) == said
+
+
+def test_closed_stderr_is_no_error(model):
+    command = f"{sys.executable} -m engine generate x -m {model} -n 4 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == 0 and done.stdout
+
+
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["generate", "--help"]])
+def test_full_disk_is_no_traceback_for_clicks_own_output(args):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, *args], cwd=ROOT, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "error: stdout: cannot be written: No space left on device\n")
+
+
+def test_sampler_options_are_checked_before_the_model_is_opened():
+    assert_error(run("generate", "x", "-m", "/nonexistent", "--top-p", "7"), "top_p")

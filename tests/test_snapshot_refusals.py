@@ -66,8 +66,8 @@ def test_the_unbroken_snapshot_opens_and_verifies(good, good_storage):
 # ---- breakers: each takes the snapshot's path ------------------------------------------------------------------------
 
 
-def header(edit):
-    return lambda path: edit_header(path, edit)
+def header(edit, **options):
+    return lambda path: edit_header(path, edit, **options)
 
 
 def set_field(name, key, value):
@@ -98,8 +98,8 @@ def cut_header(path):
     (path / HEADER_FILE).write_bytes(raw[: len(raw) // 2])
 
 
-def config(key, value):
-    return header(lambda content: content["config"].update({key: value}))
+def config(key, value, **options):
+    return header(lambda content: content["config"].update({key: value}), **options)
 
 
 def shift(name, delta):
@@ -172,8 +172,12 @@ CASES = [
     ("tied head", set_top("tied_head", True), errors.HeaderSyntaxError, ["tied_head is True"]),
     ("identity", config("rope_theta", 20000.0), errors.HeaderChangedError, [HEADER_FILE, "does not match its content"]),
     ("architecture", set_top("architecture", "llama9"), errors.UnknownArchitectureError, ["'llama9'", "olmoe"]),
-    ("config value", config("hidden_act", "relu"), ConfigError, ["hidden_act", "'relu'", "silu"]),
-    ("config size", config("num_experts", 1 << 40), ConfigError, ["num_experts", "out of range"]),
+    ("config value", config("hidden_act", "relu", sign=True), ConfigError, ["hidden_act", "'relu'", "silu"]),
+    ("config size", config("num_experts", 1 << 40, sign=True), ConfigError, ["num_experts", "out of range"]),
+    ("damaged config value", config("hidden_act", "relu"), errors.HeaderChangedError,
+     [HEADER_FILE, "edited or damaged", "hidden_act"]),
+    ("damaged config key", config("hidden_acu", "silu"), errors.HeaderChangedError,
+     [HEADER_FILE, "edited or damaged", "hidden_acu"]),
     ("format name", set_field(UP, "format", "q9_z"), errors.UnknownFormatError, [UP, "'q9_z'", "q8_0", "q4_0"]),
     ("format version", set_field(UP, "format_version", 7), errors.FormatVersionError,
      [UP, "q4_0 has version 7", "reads version 1"]),

@@ -23,7 +23,7 @@ class ReaderGone(Exception):
 def write(text: str) -> None:
     """Write product text to stdout at once. Raises ReaderGone when the reader is gone, OutputError otherwise."""
     if sys.stdout is None:  # started with stdout closed
-        return
+        raise OutputError("stdout: it is closed, so the result has nowhere to go")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -33,6 +33,13 @@ def options(command):
     return command
 
 
+def check_flags(flags: dict) -> None:
+    """Refuse an option out of range before a model is loaded for it. Raises ConfigError."""
+    from ..sampler import SamplingParams
+
+    SamplingParams(**{name: flags[name] for name in SAMPLING_OPTIONS if flags.get(name) is not None})
+
+
 def _model_defaults(loaded, given: dict):
     """The model's own settings; where they are of a kind that is not computed here, options can replace them."""
     from ..sampler import SamplingParams

@@ -1,9 +1,13 @@
 """`millstream convert`: a Hugging Face directory to a snapshot."""
 
 import json
+import signal
+import sys
+from contextlib import contextmanager
 
 import click
 
+from ..errors import ConfigError
 from . import _options
 from ._output import note, size, write, write_json
 
@@ -25,21 +29,46 @@ def check_side_files(src) -> None:
         SamplingParams.from_generation_config(json.loads(defaults.read_text(encoding="utf-8")))
 
 
+@contextmanager
+def ended_by_sigterm():
+    """SIGTERM unwinds like Ctrl-C, so that the half-written directory is removed; exit code 143."""
+
+    def end(*_):
+        note("terminated")
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _format_name(_context, _option, value: str | None) -> str | None:
+    """Formats are written in lower case here and in capitals elsewhere; both are understood."""
+    return value.lower() if value else value
+
+
+def format_option(name: str, role: str, **options):
+    return click.option(name, role, metavar="NAME", callback=_format_name, **options)
+
+
 @click.command()
 @click.argument("src", metavar="SRC_DIR")
 @click.argument("out", metavar="OUT")
-@click.option("--format", "experts", default="q8_0", show_default=True, metavar="NAME", help="Format of the experts.")
-@click.option("--gate-up-format", "gate_up", metavar="NAME", help="Experts' gate and up, if not --format.")
-@click.option("--down-format", "down", metavar="NAME", help="Experts' down, if not --format.")
-@click.option("--dense-format", "dense", default="f16", show_default=True, metavar="NAME", help="Everything else.")
-@click.option("--embed-format", "embed", metavar="NAME", help="Embedding, if not --dense-format.")
-@click.option("--head-format", "head", metavar="NAME", help="Output head, if not --dense-format.")
+@format_option("--format", "experts", default="q8_0", show_default=True, help="Format of the experts.")
+@format_option("--gate-up-format", "gate_up", help="Experts' gate and up, if not --format.")
+@format_option("--down-format", "down", help="Experts' down, if not --format.")
+@format_option("--dense-format", "dense", default="f16", show_default=True, help="Everything else.")
+@format_option("--embed-format", "embed", help="Embedding, if not --dense-format.")
+@format_option("--head-format", "head", help="Output head, if not --dense-format.")
 @click.option("--layout", type=click.Choice(["auto", "storage", "compute"]), default="auto", show_default=True,
               help="Store the format's rows, or what kernels read; auto: that where it is hardly larger.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @_options.threads_option
 @_options.json_option
-def convert(src, out, layout, force, threads, as_json, **formats):
+@click.pass_context
+def convert(click_context, src, out, layout, force, threads, as_json, **formats):
     """Convert the Hugging Face model in SRC_DIR to a snapshot in OUT.
 
     Formats: see `millstream kernels`. Routers and norms stay float32.
@@ -49,8 +78,13 @@ def convert(src, out, layout, force, threads, as_json, **formats):
 
     from ._progress import Meter
 
+    given = click_context.get_parameter_source("experts") is click.core.ParameterSource.COMMANDLINE
+    if given and formats["gate_up"] and formats["down"]:
+        raise ConfigError(
+            f"--format {formats['experts']} does nothing beside --gate-up-format and --down-format; leave it out"
+        )
     check_side_files(src)
-    with Meter("convert") as meter:
+    with ended_by_sigterm(), Meter("convert") as meter:
         done = convert_hf(
             src,
             out,

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .. import kernels
+from ..errors import ConfigError
 from ..formats import FORMATS
 from . import checks
 from .architectures import expected_tensors, expert_ids, model_config
@@ -30,6 +31,7 @@ from .safetensors import read_header
 from .scales import first_nonfinite_row, sample
 
 _VERIFY_CHUNK_BYTES = 4 << 20
+_CHANGED = "it was edited or damaged after it was written, copy it again or convert the model again"
 
 
 def checksum_of(chunks: Iterable) -> str:
@@ -78,12 +80,17 @@ class Snapshot(ModelFiles):
             )
         header, content = read_header_file(header_path)
         self = cls(directory, header, context)
-        self._check_model(str(header_path))
+        changed = header_identity(content) != header.identity
+        try:
+            self._check_model(str(header_path))
+        except ConfigError as error:  # speaks of a key of config.json, which is only a part of this file
+            if not changed:
+                raise
+            raise HeaderChangedError(f"{header_path}: {_CHANGED} ({error})") from None
         self._check_files()
-        if header_identity(content) != header.identity:
+        if changed:
             raise HeaderChangedError(
-                f"{header_path}: identity {header.identity[:12]} does not match its content; it was edited or damaged "
-                "after it was written, copy it again or convert the model again"
+                f"{header_path}: identity {header.identity[:12]} does not match its content; {_CHANGED}"
             )
         with self.sparse_reads():
             self._check_scales(sample(self.tensors.values()), context)
