@@ -11,7 +11,8 @@ to the JSON file, so arms can be run one by one on a machine that is quiet for a
     device       O_DIRECT reads of experts at random, at the streamer's request size and depth, and at depth 16
     resident     millstream without a limit: the speed when nothing is missing
     millstream   millstream under the limit, its defaults
-    llama        llama.cpp (llama-cpp-python, mmap) on the file, read-ahead of this disk as found
+    llama        llama.cpp (llama-cpp-python, mmap, weights not re-packed, which would need them all in anonymous
+                 memory) on the file, read-ahead of this disk as found
     llama-128k   the same through a loop device with 128 KiB read-ahead (needs root)
 
 Uniform and skewed routing are properties of the file (--make): with random weights the attention output makes tokens
@@ -250,6 +251,7 @@ def show(record: dict) -> None:
         line += (
             f"  {c['bytes'] / 1e6 / busy if busy else 0:6.0f} MB/s while reading  {100 * c['hits'] / uses:5.1f} % hits"
             f"  wait {100 * c['wait_s'] / result['seconds']:4.1f} %"
+            f"  re-coding {1000 * c['recode_s'] / result['tokens']:.0f} ms/token on the readers"
         )
     print(line + f"  ({result['tokens']} tokens after {result['warm_up']['tokens']})")
 

@@ -59,7 +59,7 @@ def run_millstream(job: dict) -> dict:
     load_s = time.perf_counter() - started
     kv, ids = loaded.new_kv(), np.array(job["ids"], np.int32)
     stream = getattr(loaded, "stream", None)
-    names = ("hits", "misses", "bytes", "reads", "service_s", "wait_s", "busy_s")
+    names = ("hits", "misses", "bytes", "reads", "service_s", "wait_s", "busy_s", "recode_s")
 
     def step(_, position):
         loaded.model.forward(ids[position : position + 1], kv, position)
@@ -74,7 +74,17 @@ def run_millstream(job: dict) -> dict:
 
 def run_llama(job: dict) -> dict:
     import llama_cpp
+    from llama_cpp import llama_cpp as low_level
 
+    defaults = low_level.llama_model_default_params
+
+    def mapped_only():
+        # Re-packed copies of the weights would be anonymous memory of the size of the model: killed under the limit.
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    low_level.llama_model_default_params = mapped_only
     started = time.perf_counter()
     settings = {"n_threads": job["threads"], "n_threads_batch": job["threads"], "n_ctx": job["ctx"], "n_batch": 32}
     model = llama_cpp.Llama(job["model"], use_mmap=True, use_mlock=False, verbose=False, **settings)
