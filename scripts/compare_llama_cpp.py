@@ -1,0 +1,321 @@
+"""Speed and memory of millstream and llama.cpp on one GGUF file, in turns.
+
+    python scripts/compare_llama_cpp.py MODEL.gguf [--threads 2] [--isa avx2] [--rounds 5] [--peer-python PATH]
+
+Both engines hold the model in a process of their own and work one at a time, the order rotating from round to round,
+after a round that does not count: prefill of --prompt tokens, then greedy decode of --tokens. Printed are medians with
+their spread, peak memory, seconds from start to the first token, where millstream's decode step spends its time, and
+whether the tokens are equal. llama-cpp-python comes from the optional extra "peers", or from --peer-python.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def peak_rss() -> int:
+    """Largest resident set so far in bytes, mapped file pages included."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Millstream:
+    """The engine without tokenizer and sampler: token ids in, greedy ids out."""
+
+    def __init__(self, path: str, threads: int, isa: str | None, positions: int, layout: str):
+        sys.path.insert(0, str(ROOT))
+        import numpy as np
+
+        from engine.kernels import Context
+        from engine.models import family
+        from engine.weights import open_model
+        from engine.weights.loader import WeightLoader
+
+        self.np, files = np, open_model(path)
+        self.context = Context(isa, threads)
+        self.loader = WeightLoader(files, self.context, compact_experts=layout == "compact")
+        module = family(files.architecture)
+        self.model = module.Model(files.config, self.loader, self.context, positions, min(positions, 512))
+        self.positions, self.kv = positions, None
+
+    def prefill(self, ids: list[int]) -> int:
+        from engine.generate import prefill
+
+        self.kv = self.model.new_kv(self.positions)
+        return int(prefill(self.model, self.kv, self.np.array(ids, self.np.int32))[0].argmax())
+
+    def step(self, token: int, position: int) -> int:
+        return int(self.model.forward(self.np.array([token], self.np.int32), self.kv, position)[0].argmax())
+
+    def facts(self) -> dict:
+        recoder = self.loader.recoder
+        recoded = {"recoded_bytes": recoder.done_bytes, "recode_s": recoder.seconds} if recoder else {}
+        return {"tier": self.context.tier, "peak_rss_bytes": peak_rss(), **recoded}
+
+    def phases(self, token: int, position: int, steps: int) -> dict[str, float]:
+        """Milliseconds of a decode step by native call; "python" is what is left, the clock's own calls included."""
+        clock = NativeClock(self.model.config)
+        started = time.perf_counter()
+        with clock:
+            for i in range(steps):
+                token = self.step(token, position + i)
+        total = time.perf_counter() - started
+        found = {name: seconds * 1e3 / steps for name, seconds in sorted(clock.seconds.items(), key=lambda x: -x[1])}
+        return {**found, "python": (total - sum(clock.seconds.values())) * 1e3 / steps, "step": total * 1e3 / steps}
+
+
+class NativeClock:
+    """While it is entered, every native call of the modules of the forward pass is timed under its name."""
+
+    def __init__(self, config):
+        self.seconds: dict[str, float] = {}
+        self._config, self._patched = config, []
+
+    def _name(self, name: str, args) -> str:
+        if name != "moe_linear":
+            return name.removeprefix("moe_")
+        rows, count = args[1][0].rows, args[3]
+        heads = {self._config.vocab_size: "head", getattr(self._config, "num_experts", -1): "router linear"}
+        return "linear qkv" if count > 1 else heads.get(rows, "linear out")
+
+    def __getattr__(self, name: str):
+        from engine.kernels import lib
+
+        function = getattr(lib, name)
+        if not name.startswith("moe_"):
+            return function
+
+        def timed(*args):
+            started = time.perf_counter()
+            result = function(*args)
+            spent = time.perf_counter() - started
+            key = self._name(name, args)
+            self.seconds[key] = self.seconds.get(key, 0.0) + spent
+            return result
+
+        self.__dict__[name] = timed
+        return timed
+
+    def __enter__(self):
+        from engine.kernels import lib
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith("engine.") and name != "engine.kernels" and getattr(module, "lib", None) is lib:
+                self._patched.append((module, lib))
+                module.lib = self
+        return self
+
+    def __exit__(self, *_):
+        for module, lib in self._patched:
+            module.lib = lib
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python's C calls. repack: its default, weights copied into buffers of its own."""
+
+    def __init__(self, path: str, threads: int, positions: int, repack: bool):
+        import ctypes
+
+        import llama_cpp
+        import numpy as np
+
+        self.np, self.lib, self.ctypes = np, llama_cpp, ctypes
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = repack
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
+        if not self.model:
+            raise SystemExit(f"{path}: llama.cpp cannot load it")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = positions, 512, 512
+        params.n_threads = params.n_threads_batch = threads
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+
+    def _decode(self, ids) -> int:
+        tokens = (self.lib.llama_token * len(ids))(*ids)
+        if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(tokens, len(ids))):
+            raise SystemExit("llama_decode failed")
+        logits = self.lib.llama_get_logits_ith(self.context, -1)
+        return int(self.np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+
+    def prefill(self, ids: list[int]) -> int:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        for start in range(0, len(ids), 512):
+            token = self._decode(ids[start : start + 512])
+        return token
+
+    def step(self, token: int, position: int) -> int:
+        return self._decode([token])
+
+    def facts(self) -> dict:
+        text = self.lib.llama_print_system_info().decode()
+        return {"tier": "avx512" if "AVX512 = 1" in text else "avx2", "peak_rss_bytes": peak_rss()}
+
+
+def work(options: dict) -> None:
+    """The loop of a worker process: a JSON object per line in, one out."""
+    started = time.perf_counter()
+    if options["engine"] == "millstream":
+        names = ("path", "threads", "isa", "positions", "layout")
+        engine = Millstream(*(options[name] for name in names))
+    else:
+        engine = LlamaCpp(options["path"], options["threads"], options["positions"], options["repack"])
+    loaded = time.perf_counter()
+    engine.prefill([5])
+    reply = {"load_s": loaded - started, "first_token_s": time.perf_counter() - started, **engine.facts()}
+    engine.prefill(list(range(5, 69)))  # where a build of llama.cpp whose repacked kernels are broken here falls over
+    print(json.dumps(reply), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "phases" in order:
+            reply = {"phases": engine.phases(order["token"], order["position"], order["phases"])}
+        else:
+            ids, times, tokens = order["prompt"], [], []
+            clock = time.perf_counter()
+            token = engine.prefill(ids)
+            prefill_s = time.perf_counter() - clock
+            for i in range(order["tokens"]):
+                tokens.append(token)
+                clock = time.perf_counter()
+                token = engine.step(token, len(ids) + i)
+                times.append(time.perf_counter() - clock)
+            reply = {"prefill_s": prefill_s, "decode_s": times, "ids": tokens, **engine.facts()}
+        print(json.dumps(reply), flush=True)
+
+
+class Worker:
+    """A process that runs one engine. What it writes to stderr is shown when it fails: llama.cpp writes a lot."""
+
+    def __init__(self, python: str, **options):
+        command = [python, str(Path(__file__).resolve()), "--worker", json.dumps(options)]
+        self.name, self._log = options["engine"], tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        self.started = self._reply()
+
+    def _reply(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait()
+            self._log.seek(0)
+            print(*self._log.read().splitlines()[-20:], sep="\n", file=sys.stderr)
+            raise SystemExit(f"{self.name}: the process ended with status {status}")
+        return json.loads(line)
+
+    def ask(self, **order) -> dict:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self._reply()
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def summary(rounds: list[dict], prompt: int) -> dict:
+    """Medians over rounds; spread: (largest - smallest) / median."""
+    prefill = [prompt / r["prefill_s"] for r in rounds]
+    decode = [1 / statistics.median(r["decode_s"]) for r in rounds]
+
+    def middle(values):
+        value = statistics.median(values)
+        return {"median": value, "spread": (max(values) - min(values)) / value}
+
+    return {
+        "prefill_tok_s": middle(prefill),
+        "decode_tok_s": middle(decode),
+        "peak_rss_bytes": rounds[-1]["peak_rss_bytes"],
+        "recode_s": rounds[-1].get("recode_s"),
+        "recoded_bytes": rounds[-1].get("recoded_bytes"),
+    }
+
+
+def equal_tokens(a: list[int], b: list[int]) -> int:
+    """How many tokens are equal from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int, layout: str, peer: str) -> dict:
+    import random
+
+    source = random.Random(1)
+    ids = [source.randrange(4, 4000) for _ in range(prompt)]
+    shared = {"path": str(path), "threads": threads, "positions": prompt + tokens + 32}
+    workers = [Worker(sys.executable, engine="millstream", isa=isa, layout=layout, **shared)]
+    try:
+        workers.append(Worker(peer, engine="llama.cpp", repack=True, **shared))
+    except SystemExit as error:
+        print(f"{error}; once more without repacked weights", file=sys.stderr)
+        workers.append(Worker(peer, engine="llama.cpp", repack=False, **shared))
+    found: dict[str, list[dict]] = {w.name: [] for w in workers}
+    for number in range(rounds + 1):
+        for worker in workers if number % 2 else workers[::-1]:
+            reply = worker.ask(prompt=ids, tokens=tokens)
+            if number:
+                found[worker.name].append(reply)
+    last = {name: replies[-1]["ids"] for name, replies in found.items()}
+    phases = workers[0].ask(phases=16, token=last["millstream"][-1], position=prompt + tokens)["phases"]
+    for worker in workers:
+        worker.close()
+    result = {"file": path.name, "file_bytes": path.stat().st_size, "threads": threads, "rounds": rounds,
+              "prompt": prompt, "tokens": tokens, "phases_ms": phases,
+              "equal_tokens": equal_tokens(last["millstream"], last["llama.cpp"])}  # fmt: skip
+    for worker in workers:
+        result[worker.name] = {**worker.started, **summary(found[worker.name], prompt)}
+    for key in ("prefill_tok_s", "decode_tok_s"):
+        result[f"{key}_ratio"] = result["millstream"][key]["median"] / result["llama.cpp"][key]["median"]
+    return result
+
+
+def as_text(r: dict) -> str:
+    lines = [f"{r['file']}: {r['file_bytes'] / 1e9:.2f} GB, {r['threads']} threads, {r['rounds']} rounds"]
+    for name in ("millstream", "llama.cpp"):
+        e = r[name]
+        speeds = ", ".join(
+            f"{what} {e[key]['median']:.1f} tok/s (+-{50 * e[key]['spread']:.0f} %)"
+            for what, key in ((f"prefill {r['prompt']}", "prefill_tok_s"), (f"decode {r['tokens']}", "decode_tok_s"))
+        )
+        lines.append(
+            f"{name} ({e['tier']}): {speeds}; peak RSS {e['peak_rss_bytes'] / r['file_bytes']:.2f} x file; "
+            f"load {e['load_s']:.2f} s, first token after {e['first_token_s']:.2f} s"
+        )
+    lines.append(f"ratio: prefill {r['prefill_tok_s_ratio']:.2f}, decode {r['decode_tok_s_ratio']:.2f}")
+    lines.append(f"greedy tokens equal: {r['equal_tokens']} of {r['tokens']}")
+    step = r["phases_ms"]["step"]
+    parts = [f"{name} {ms:.2f} ({100 * ms / step:.1f} %)" for name, ms in r["phases_ms"].items()]
+    lines.append("ms per decode step, millstream: " + ", ".join(parts))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--expert-layout", choices=["fast", "compact"], default="fast")
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    r = compare(o.model, o.threads, o.isa, o.rounds, o.prompt, o.tokens, o.expert_layout, o.peer_python)
+    print(json.dumps(r, indent=1) if o.json else as_text(r))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(json.loads(sys.argv[2]))
+    else:
+        main()
