@@ -11,11 +11,12 @@ from engine.kernels import Context
 from engine.weights.architectures import expected_tensors, model_config, output_axis, readable_quantization
 from engine.weights.base import ProgressCallback, ProgressMeter
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.errors import ConversionIOError, QuantizedSourceError, UnknownArchitectureError
+from engine.weights.errors import ConversionIOError, UnknownArchitectureError
 from engine.weights.header import Header
+from engine.weights.match import match_tensors
+from engine.weights.quantization import method_of, refuse_quantized
 from engine.weights.writer import EXPERT_FILE_BYTES, SnapshotWriter, plan_files
 
-from .names import match_tensors
 from .quantize import Quantizer, RoleFormats
 
 __all__ = ["ConversionReport", "RoleFormats", "convert"]
@@ -39,17 +40,6 @@ class ConversionReport:
     num_tensors: int
     seconds: float
     formats: dict[str, str]
-
-
-def _refuse_quantized(config: dict, readable: tuple[str, ...]) -> None:
-    """readable: methods whose tensors the family's views read."""
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-    if quantization is not None and method not in readable:
-        raise QuantizedSourceError(
-            f"config.json: quantization_config is present (method {method!r}); quantized checkpoints are not read "
-            "here, get the bf16, f16 or f32 one"
-        )
 
 
 def _model_type(checkpoint: Checkpoint) -> str:
@@ -117,9 +107,12 @@ class _Job:
 
     def __init__(self, checkpoint: Checkpoint, formats: RoleFormats, layout: str, threads: int | None):
         self.checkpoint, self.architecture = checkpoint, _model_type(checkpoint)
-        _refuse_quantized(checkpoint.config, readable_quantization(self.architecture))
-        checked = model_config(self.architecture, checkpoint.config)
-        expected = expected_tensors(self.architecture, checkpoint.config, len(checkpoint.tensors))
+        refuse_quantized(checkpoint.config, readable_quantization(self.architecture))
+        self.config = dict(checkpoint.config)
+        if method_of(self.config) == "fp8":
+            del self.config["quantization_config"]  # what is written is not quantized that way
+        checked = model_config(self.architecture, self.config)
+        expected = expected_tensors(self.architecture, self.config, len(checkpoint.tensors))
         self.sources = match_tensors(checkpoint, expected, checked)
         self.quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
         self.roles = _role_summary(formats, expected)
@@ -138,7 +131,7 @@ class _Job:
     def _header(self) -> Header:
         return Header(
             architecture=self.architecture,
-            config=self.checkpoint.config,
+            config=self.config,
             generation_config=self.checkpoint.generation_config,
             source=self.checkpoint.fingerprint(),
             created_by=f"millstream {__version__}",

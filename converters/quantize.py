@@ -160,7 +160,7 @@ class Quantizer:
         return stored.reshape(-1)
 
     def _floats(self, source: SourceTensor, first: int, last: int) -> np.ndarray:
-        raw = source.rows(first, last) if isinstance(source, ViewSource) else read_rows(source, first, last)
+        raw = read_rows(source, first, last) if isinstance(source, SourceTensor) else source.rows(first, last)
         if source.dtype == "F32":
             return raw.view("<f4")
         return self._context.to_f32(raw.view("<u2"), source.dtype.lower())

@@ -291,12 +291,11 @@ def test_unreadable_file_is_refused(good, tmp_path, monkeypatch):
     assert_refused_by_cli(["inspect", path], str(path))
 
 
-@pytest.mark.parametrize("what", ["missing", "file", "hf"])
+@pytest.mark.parametrize("what", ["missing", "file"])
 def test_other_paths_are_refused_with_a_hint(what, good, tmp_path):
     path, word = {
         "missing": (tmp_path / "nowhere", "no such file or directory"),
         "file": (good / HEADER_FILE, f"give the directory {good}"),
-        "hf": (good.parent / "hf", "a Hugging Face model directory"),
     }[what]
     with pytest.raises(errors.NotASnapshotError, match=word):
         open_model(path)

@@ -153,5 +153,10 @@ def plan_experts(
         layout = choose_expert_layout(options.expert_layout, files, context, max(0, left))
         if layout.num_bytes <= left:
             return layout, None
+    if getattr(files, "made", None):
+        raise ConfigError(
+            f"{files.path}: its experts do not fit into memory, and they cannot be streamed from this checkpoint, "
+            "which stores them in another order; make a snapshot with `millstream convert`"
+        )
     layout = _streamed_layout(options.expert_layout, files, context)
     return layout, ExpertStream(files, context, options, budget, dense, layout.compact)

@@ -7,16 +7,27 @@ from .errors import NotASnapshotError
 from .gguf import GgufModel
 from .gguf_header import is_gguf
 from .header import HEADER_FILE
+from .huggingface import HuggingFaceModel, is_checkpoint
 from .snapshot import Snapshot
 
-__all__ = ["ExpertRecord", "GgufModel", "ModelFiles", "Progress", "Snapshot", "TensorRecord", "open_model"]
+__all__ = [
+    "ExpertRecord",
+    "GgufModel",
+    "HuggingFaceModel",
+    "ModelFiles",
+    "Progress",
+    "Snapshot",
+    "TensorRecord",
+    "open_model",
+]
 
 
 def open_model(path, context=None) -> ModelFiles:
-    """Open and check a model: a snapshot directory, a GGUF file, or any shard of a split GGUF.
+    """Open and check a model: a snapshot directory, a Hugging Face directory, a GGUF file, or any shard of a split one.
 
     context: kernels.Context to check layouts against; None makes one.
-    Raises: NotASnapshotError for anything else, saying what it looks like; see Snapshot.open and GgufModel.open.
+    Raises: NotASnapshotError for anything else, saying what it looks like; see Snapshot.open, HuggingFaceModel.open and
+    GgufModel.open.
     """
     with reading(path):
         return _open(Path(path), context)
@@ -34,8 +45,6 @@ def _open(path: Path, context) -> ModelFiles:
             else "give a snapshot directory or a GGUF file"
         )
         raise NotASnapshotError(f"{path}: a file, expected a snapshot directory; {hint}")
-    if not (path / HEADER_FILE).is_file() and (path / "config.json").is_file():
-        raise NotASnapshotError(
-            f"{path}: a Hugging Face model directory, no snapshot; make one with `millstream convert {path} OUT`"
-        )
+    if not (path / HEADER_FILE).is_file() and is_checkpoint(path):
+        return HuggingFaceModel.open(path, context)
     return Snapshot.open(path, context)

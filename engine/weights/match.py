@@ -2,17 +2,18 @@
 
 import re
 
-from engine.weights.architectures import Expected
-from engine.weights.checkpoint import Checkpoint, read_rows
-from engine.weights.errors import (
+from .architectures import Expected
+from .checkpoint import Checkpoint, read_rows
+from .errors import (
     DtypeError,
     MissingTensorError,
     ShapeError,
     UnexpectedTensorError,
     brief,
 )
-from engine.weights.safetensors import SourceTensor
-from engine.weights.views import View, ViewSource, open_view
+from .quantization import FP8_DTYPE, SCALE_SUFFIX, Fp8Source, fp8_source, method_of
+from .safetensors import SourceTensor
+from .views import View, ViewSource, open_view
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 # Buffers that older exports saved and that every engine computes for itself.
@@ -22,7 +23,7 @@ _COMPARE_ROWS = 1024
 
 def match_tensors(
     checkpoint: Checkpoint, expected: dict[str, Expected], config
-) -> dict[str, SourceTensor | ViewSource]:
+) -> dict[str, SourceTensor | ViewSource | Fp8Source]:
     """Our name -> source tensor, complete and of the right shapes. config: the family's checked Config.
 
     Raises: MissingTensorError, UnexpectedTensorError, ShapeError, DtypeError.
@@ -38,6 +39,8 @@ def match_tensors(
         )
     unused = getattr(config, "unused_in_checkpoint", lambda name: False)
     extra = [name for name in tensors if name not in needed and not HARMLESS.search(name) and not unused(name)]
+    if method_of(checkpoint.config) == "fp8":
+        extra = [name for name in extra if name.removesuffix(SCALE_SUFFIX) not in needed]
     if extra == ["lm_head.weight"] and "lm_head" not in expected:
         _refuse_untied_head(checkpoint, expected)
         extra = []
@@ -45,7 +48,7 @@ def match_tensors(
         raise UnexpectedTensorError(
             f"{where}: {len(extra)} tensors are unknown to this architecture and would be ignored: {brief(extra)}"
         )
-    return {name: _opened(where, tensors, chosen[name], config, want) for name, want in expected.items()}
+    return {name: _opened(checkpoint, chosen[name], config, want) for name, want in expected.items()}
 
 
 def _names(source: str | View) -> tuple[str, ...]:
@@ -58,10 +61,14 @@ def _choose(sources, tensors) -> str | View:
     return next((one for one in several if all(name in tensors for name in _names(one))), several[0])
 
 
-def _opened(where, tensors, source: str | View, config, want: Expected) -> SourceTensor | ViewSource:
-    if isinstance(source, str):
-        return _checked(tensors[source], want)
-    return open_view(where, source, config, [tensors[name] for name in source.sources], want.shape)
+def _opened(checkpoint: Checkpoint, source: str | View, config, want: Expected):
+    tensors = checkpoint.tensors
+    if isinstance(source, View):
+        return open_view(checkpoint.path, source, config, [tensors[name] for name in source.sources], want.shape)
+    tensor = tensors[source]
+    if tensor.dtype == FP8_DTYPE and tensor.shape == want.shape and method_of(checkpoint.config) == "fp8":
+        return fp8_source(tensor, tensors, checkpoint.config)
+    return _checked(tensor, want)
 
 
 def _checked(tensor: SourceTensor, want: Expected) -> SourceTensor:
