@@ -6,7 +6,7 @@ from pathlib import Path
 from ..errors import ConfigError
 
 # model_type -> file of the family that computes the same.
-ALIASES = {"mistral": "llama"}
+ALIASES = {"kimi_k2": "deepseek_v3", "mistral": "llama"}
 
 
 def known() -> list[str]:
