@@ -32,6 +32,7 @@ class RuntimeConfig:
     lookahead: "on" = read experts that the next layer will probably want, "auto" = while that pays, "off".
     cache_policy: who leaves the cache, one of CACHE_POLICIES. pin: usage history or route trace whose most used experts
     stay in memory, or "auto" for the history beside the model. history: whether a run that streams adds to it.
+    lock: keep weights locked in memory.
     force_tokenizer: name of the pre-tokenizer to use with a GGUF file, whatever the file says.
     """
 
@@ -50,6 +51,7 @@ class RuntimeConfig:
     cache_policy: str = "score"
     pin: str | None = None
     history: bool = True
+    lock: bool = False
     force_tokenizer: str | None = None
 
     def __post_init__(self):

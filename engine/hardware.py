@@ -288,12 +288,18 @@ def memory_limits(root: str | Path = "/") -> MemoryPlan:
     return MemoryPlan(total, info.get("MemAvailable", info.get("MemFree", total)), tuple(limits))
 
 
-def status_bytes(key: str) -> int | None:
-    """Return a figure of /proc/self/status in bytes (RssAnon, VmHWM ...), or None where there is none."""
+def status_text(key: str) -> str | None:
+    """Return a line of /proc/self/status without its key, or None where there is none."""
     for line in (_read(Path("/proc/self/status")) or "").splitlines():
         if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
+            return line.partition(":")[2].strip()
     return None
+
+
+def status_bytes(key: str) -> int | None:
+    """Return a figure of /proc/self/status in bytes (RssAnon, VmHWM ...), or None where there is none."""
+    text = status_text(key)
+    return None if text is None else int(text.split()[0]) * 1024
 
 
 def peak_rss_bytes() -> int:

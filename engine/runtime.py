@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .config import DRAFT_SOURCES, RuntimeConfig, check_draft_sources
 from .errors import ConfigError
+from .experts.fitting import Progress, load_fitting
 from .experts.stream import plan_experts
 from .generate import Generation
 from .kernels import Context
@@ -30,7 +31,7 @@ PREFILL_TOKENS = 512  # tokens of one forward call; the result does not depend o
 class Engine:
     """Model, tokenizer, context. Make one with `engine.load`."""
 
-    def __init__(self, path: str | Path, options: RuntimeConfig):
+    def __init__(self, path: str | Path, options: RuntimeConfig, progress: Progress | None = None):
         started = time.perf_counter()
         self.options = options
         self.lock = threading.Lock()  # one forward pass at a time: the activations are shared
@@ -51,7 +52,9 @@ class Engine:
         self.tokenizer.check_vocabulary(self.model.config.vocab_size)
         self.draft = self._load_draft(options)
         if self.stream:
-            self.stream.open(self.model, self.new_kv().num_bytes)
+            self.stream.open(self.model, self.new_kv().num_bytes, progress)
+        else:
+            self.read_bytes, self.locked_bytes = load_fitting(self, progress)
         self.load_s = time.perf_counter() - started
 
     def _load_draft(self, options: RuntimeConfig) -> "Engine | None":
@@ -127,10 +130,10 @@ class Engine:
         return sources
 
 
-def load(path: str | Path | None = None, **options) -> Engine:
+def load(path: str | Path | None = None, progress: Progress | None = None, **options) -> Engine:
     """Open a model directory or file; without a path, the small model that ships with the package.
 
     options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, arith, draft_model
     ...). Raises an EngineError subclass that says what to do.
     """
-    return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(**options))
+    return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(**options), progress)

@@ -259,6 +259,8 @@ int moe_streamer_use(struct moe_streamer *s, const int32_t *slots, int count, in
 int moe_streamer_next(struct moe_streamer *s, struct moe_stream_event *events, int max_events, int timeout_ms);
 int moe_streamer_poll_speculative(struct moe_streamer *s, struct moe_stream_event *events, int max_events);
 void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats);
+/* mlock: 0 or errno. */
+int moe_lock_memory(const void *data, size_t nbytes);
 void moe_streamer_set_fault(struct moe_streamer *s, const struct moe_stream_fault *fault);
 
 /* ---- sampling (sampler.c) ---- */

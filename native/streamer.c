@@ -554,3 +554,5 @@ void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats) 
     stats->unfinished = s->wanted_left;
     pthread_mutex_unlock(&s->lock);
 }
+
+int moe_lock_memory(const void *data, size_t nbytes) { return mlock(data, nbytes) ? errno : 0; }

@@ -3,16 +3,21 @@ number of readers; each expert is read once per call; trouble with reads is an e
 """
 
 import dataclasses
+import gc
 import shutil
 
+import gguf_models
 import numpy as np
 import pytest
 import tiny_models
+from gguf import GGMLQuantizationType as Type
 
 import engine
 from converters.hf import RoleFormats, convert
+from engine import memory_lock
 from engine.errors import ConfigError, ExpertReadError
-from engine.experts import lookahead
+from engine.experts import fitting, lookahead
+from engine.hardware import status_bytes
 from engine.kernels import ffi, lib
 
 FORMATS = {
@@ -238,3 +243,66 @@ def test_plan_adds_up(small):
     plan = engine.load(small, expert_slots=5).stream.plan
     assert dataclasses.asdict(plan)["roles"]["experts"] == 5 * plan.slot_bytes
     assert plan.planned_bytes == sum(plan.roles.values()) <= plan.budget.total_bytes
+
+
+@pytest.mark.parametrize("form", ["fast", "compact"])
+@pytest.mark.parametrize("io", ["direct", "buffered", "mmap"])
+def test_gguf_three_reads_per_expert_and_the_same_bits(tmp_path, form, io):
+    """Slabs that begin anywhere in a page."""
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "gqa_norm", {"ffn_(gate|up)_exps": Type.Q4_0, "ffn_down_exps": Type.Q5_1})
+    want = logits(engine.load(path))
+    loaded = engine.load(path, expert_slots=3, io=io, expert_layout=form, lookahead="off")
+    assert (
+        loaded.stream.compact == (form == "compact")
+        and bool(loaded.stream.places.staging_bytes) != loaded.stream.compact
+    )
+    assert any(loaded.stream.places.table[0].pieces[i].offset % 4096 for i in range(3))
+    assert_same(logits(loaded), want)
+    stats = loaded.stream.stats()
+    assert stats["reads"] == 3 * stats["misses"]
+    assert stats["bytes"] == stats["misses"] * loaded.stream.places.expert_bytes
+
+
+def test_direct_reads_of_a_model_that_fits_fill_memory_at_load(snapshot):
+    calls = []
+    loaded = engine.load(snapshot, io="direct", progress=lambda done, total: calls.append((done, total)))
+    stats = loaded.stream.stats()
+    assert stats["slots"] == stats["experts"] == stats["reads"] == NUM_EXPERTS * LAYERS
+    assert calls[-1][0] == calls[-1][1] == NUM_EXPERTS * LAYERS * loaded.stream.places.expert_bytes
+    assert_same(logits(loaded), logits(engine.load(snapshot)))
+    after = loaded.stream.stats()
+    assert (after["hits"], after["misses"], after["reads"]) == (0, 0, stats["reads"])  # decoding asks nobody
+
+
+def test_cold_file_is_read_in_at_load(snapshot, monkeypatch):
+    monkeypatch.setattr(fitting, "SMALL_BYTES", 0)
+    monkeypatch.setattr(fitting, "BLOCK_BYTES", 100_000)
+    monkeypatch.setattr(fitting, "is_cached", lambda *_: False)
+    calls = []
+    loaded = engine.load(snapshot, progress=lambda done, total: calls.append((done, total)))
+    want = sum(r.nbytes for r in loaded.files.tensors.values() if r.role in ("gate_up", "down"))
+    assert want <= loaded.read_bytes <= want + 4096 * NUM_EXPERTS * LAYERS
+    assert calls[-1] == (loaded.read_bytes, loaded.read_bytes)
+    assert engine.load(snapshot, io="mmap").read_bytes == 0
+
+
+@pytest.mark.parametrize("slots", [None, 5])
+def test_lock_locks_what_it_says(snapshot, slots):
+    gc.collect()  # what another test locked
+    before = status_bytes("VmLck")
+    if before is None:
+        pytest.skip("this system does not say how much is locked")
+    loaded = engine.load(snapshot, lock=True, expert_slots=slots)
+    locked = loaded.stream.locked_bytes if loaded.stream else loaded.locked_bytes
+    experts = slots * loaded.stream.places.slot_bytes if slots else loaded.expert_layout.num_bytes
+    assert locked > experts
+    assert status_bytes("VmLck") - before >= 0.9 * experts
+
+
+def test_lock_beyond_the_limit_is_refused_before_loading(small, monkeypatch):
+    monkeypatch.setattr(memory_lock, "may_lock_anything", lambda: False)
+    monkeypatch.setattr(memory_lock.resource, "getrlimit", lambda _: (65536, 65536))
+    for slots in (None, 5):
+        with pytest.raises(ConfigError, match=r"this process may lock 0 MiB .*memlock \d+' into .*limits.conf"):
+            engine.load(small, lock=True, expert_slots=slots)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import click
 
 from ..config import CACHE_POLICIES
-from ._output import note
+from ._output import note, size
 
 _OPTIONS = (
     click.option("--ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
@@ -15,6 +15,7 @@ _OPTIONS = (
     click.option("--readers", type=click.IntRange(1, 64), metavar="N", help="Threads that read experts (default 4)."),
     click.option("--lookahead", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
                  help="Read what the next layer will probably want while the disk is idle; auto: while that pays."),
+    click.option("--lock", is_flag=True, help="Lock weights in memory; the limit is checked first."),
     click.option("--expert-slots", type=click.IntRange(min=1), metavar="N",
                  help="Keep N experts in memory, whatever would fit (default: as many as --ram allows)."),
     click.option("--cache-policy", type=click.Choice(CACHE_POLICIES), default=CACHE_POLICIES[0], show_default=True,
@@ -36,8 +37,23 @@ def options(command):
 
 def print_plan(loaded) -> None:
     """The plan on stderr, when there is one: before a run."""
-    for line in loaded.stream.notes() if loaded.stream else ():
+    for line in loaded.stream.notes() if loaded.stream else _fitting_notes(loaded):
         note(line)
+
+
+def _fitting_notes(loaded) -> list[str]:
+    lines = [f"experts: {size(loaded.read_bytes)} read in at load"] if loaded.read_bytes else []
+    return lines + ([f"locked: {size(loaded.locked_bytes)}"] if loaded.locked_bytes else [])
+
+
+def load(model, **options):
+    """engine.load with a bar while experts are read."""
+    import engine
+
+    from ._progress import Meter
+
+    with Meter("experts") as meter:
+        return engine.load(model, progress=meter.update, **options)
 
 
 @contextmanager

@@ -101,10 +101,8 @@ class Run:
         self.late_notes: list[str] = []
 
     def __call__(self, runtime: dict, sampling_flags: dict, context: dict, route_trace: str | None, **options) -> None:
-        import engine
-
         _sampling.check_flags(sampling_flags)
-        self.loaded = engine.load(runtime.pop("model"), **runtime)
+        self.loaded = _streaming.load(runtime.pop("model"), **runtime)
         note(_options.describe(self.loaded))
         for line in _options.format_notes(self.loaded):
             note(line)

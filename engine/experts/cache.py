@@ -174,6 +174,19 @@ class ExpertCache:
             del waiting[:asked]
             self.release(self.arrivals())
 
+    def load_all(self, progress=None) -> None:
+        """Read every expert, in file order. progress: called with (bytes done, bytes in all)."""
+        waiting = [key for key in self.places.keys if self.slot_of[key] < 0]
+        total = done = len(waiting)
+        asked = self.request(waiting, ())
+        assert asked == total, "load_all needs a slot for every expert"
+        while done:
+            arrived = self.arrivals()
+            self.release(arrived)
+            done -= len(arrived)
+            if progress is not None:
+                progress((total - done) * self.places.expert_bytes, total * self.places.expert_bytes)
+
     def hold(self, keys: list[int]) -> None:
         self._use(keys, 1)
 

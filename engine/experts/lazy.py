@@ -115,6 +115,11 @@ class LazyExperts:
             self._missing[e] = False
         self._complete = not self._missing.any()
 
+    def regions(self) -> list[np.ndarray]:
+        """The memory of the experts that are there, and the file's pages of matrices that needed no re-coding."""
+        stored = (record for expert in self._records for record in expert if record.layout is not None)
+        return self._memory + [self._recoder.files.read(record.name) for record in stored]
+
     def run(self, layers, name: str, buffers, plan, num_used: int, x, num_tokens: int, top: int) -> None:
         """See ResidentExperts.run; experts that this call is the first to use are re-coded before it."""
         if not self._complete:

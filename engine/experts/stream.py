@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from .. import memory
 from ..errors import ConfigError
-from ..kernels import Context
+from ..kernels import Context, lib
+from ..memory_lock import check_limit, lock, lock_matrices
 from ..moe import MoeBlock
 from ..weights.architectures import model_config
 from .cache import DEFAULT_READERS, ExpertCache
@@ -30,6 +31,7 @@ class ExpertStream:
     budget: memory.Budget
     dense_bytes: int
     compact: bool
+    preload: bool = False  # everything fits: read all of it at load
 
     def __post_init__(self):
         self.places = ExpertPlaces(self.files, self.context, self.compact)
@@ -40,8 +42,9 @@ class ExpertStream:
         self.layers.append(StreamedExperts(self, layer, num_experts))
         return self.layers[-1]
 
-    def open(self, model, kv_bytes: int) -> None:
-        """Plan, open the files, make the slots. Raises ConfigError when memory is short, ExpertReadError."""
+    def open(self, model, kv_bytes: int, progress=None) -> None:
+        """Plan, open the files, make the slots. progress: called with (bytes done, bytes in all) when everything is
+        read at load. Raises ConfigError when memory is short, ExpertReadError."""
         options, places = self.options, self.places
         readers = options.readers or DEFAULT_READERS
         staging = places.staging_bytes * (readers + 2) if places.staging_bytes else 0
@@ -56,6 +59,9 @@ class ExpertStream:
             "page cache": memory.PAGE_CACHE_FLOOR_BYTES,
         }
         self.plan = memory.make_plan(self.budget, fixed, places.slot_bytes, len(places.keys), top, options.expert_slots)
+        if options.lock:
+            locked = self.dense_bytes + self.plan.num_slots * places.slot_bytes
+            check_limit(locked, self.budget.total_bytes, self.budget.source)
         self.expert_files = ExpertFiles(places, options.io)
         policy = make_policy(options.cache_policy, self.plan.num_slots, places.num_keys)
         self.cache = ExpertCache(places, self.expert_files, self.plan.num_slots, policy, readers)
@@ -67,7 +73,16 @@ class ExpertStream:
         if options.lookahead != "off" and len(self.layers) > 1 and self.plan.num_slots < len(places.keys):
             blocks = {b.experts.layer: b for b in memory.parts_of(model) if isinstance(b, MoeBlock)}
             self.cache.lookahead = LookAhead(self.cache, blocks, options.lookahead)
+        self.locked_bytes = self._lock(model) if options.lock else 0
+        if self.preload and self.plan.num_slots == len(places.keys):
+            self.cache.load_all(progress)
+            for layer in self.layers:
+                layer.run = layer.run_resident  # nothing is left to decide while decoding
         self.warning = memory.cliff_warning(self.plan.num_slots, len(self.layers), top, places.expert_bytes)
+
+    def _lock(self, model) -> int:
+        first = lib.moe_streamer_slot(self.cache.handle, 0)
+        return lock_matrices(model) + lock(first, self.plan.num_slots * self.places.slot_bytes)
 
     def notes(self) -> list[str]:
         """Lines to print before a run: the plan, how experts are read, what is wrong with it."""
@@ -79,6 +94,8 @@ class ExpertStream:
             f"{plan.slot_bytes / memory.MIB:.2f} MiB, {form}; io {self.expert_files.mode}, {cache.readers} readers, "
             f"policy {cache.policy.name}, look-ahead {self.options.lookahead if cache.lookahead else 'off'}",
         ]
+        if self.locked_bytes:
+            lines.append(f"locked: {self.locked_bytes / memory.MIB:.0f} MiB")
         extra = (self.pins, self.budget.note, self.expert_files.note, self.warning)
         return lines + [line for line in extra if line]
 
@@ -92,6 +109,7 @@ class ExpertStream:
             "io": self.expert_files.mode,
             "readers": self.cache.readers,
             "policy": self.cache.policy.name,
+            "locked_bytes": self.locked_bytes,
             "plan_bytes": plan.planned_bytes,
             "plan": plan.roles,
             "anonymous_bytes": memory.anonymous_bytes(),
@@ -143,6 +161,7 @@ def plan_experts(
     kv = memory.kv_estimate(config, positions, max_tokens, options.kv)
     others = dense + kv + memory.resident_bytes() + memory.GROWTH_BYTES + memory.PAGE_CACHE_FLOOR_BYTES
     left = budget.total_bytes - others
+    made = getattr(files, "made", None)
     if left < 0 and options.ram is not None:
         raise ConfigError(
             f"not enough memory: {memory.gib(budget.total_bytes)} ({budget.source}), but weights other than experts "
@@ -151,9 +170,14 @@ def plan_experts(
         )
     if options.expert_slots is None:
         layout = choose_expert_layout(options.expert_layout, files, context, max(0, left))
-        if layout.num_bytes <= left:
+        if layout.num_bytes <= left and (made or options.io != "direct"):
+            if options.lock:
+                check_limit(dense + layout.num_bytes, budget.total_bytes, budget.source)
             return layout, None
-    if getattr(files, "made", None):
+        if layout.num_bytes <= left and not made:
+            layout = replace(layout, reason=f"{layout.reason}, read into memory of its own")
+            return layout, ExpertStream(files, context, options, budget, dense, layout.compact, preload=True)
+    if made:
         raise ConfigError(
             f"{files.path}: its experts do not fit into memory, and they cannot be streamed from this checkpoint, "
             "which stores them in another order; make a snapshot with `millstream convert`"

@@ -103,6 +103,11 @@ class StreamedExperts:
             cache.settle()
             raise
 
+    def run_resident(self, layers, name: str, buffers, plan, num_used: int, x, num_tokens: int, top: int) -> None:
+        """`run` when every expert was read at load: that of ResidentExperts."""
+        status = lib.moe_experts(layers.ctx, buffers.out.ptr, self.table, *plan, num_used, x.ptr, num_tokens, top)
+        check(status, f"{name} experts")
+
     def _run_missing(self, routed: _Plan, keys: list[int], missing: list[int], look: tuple) -> None:
         cache = self.cache
         waiting = [keys[i] for i in missing]
