@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from .errors import WeightsError
 
 EXPERT_ROLES = ("gate_up", "down")
+_MAX_ARRAY_ITEMS = 128  # a value per layer is shown, a vocabulary is counted
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -53,27 +54,30 @@ def _layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def bytes_per_token(roles: dict[str, Group], config: dict, tied_head: bool) -> dict:
+def _share(config) -> float:
+    """Part of the routed experts that a token takes; config: the family's checked Config."""
+    return config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
+
+
+def bytes_per_token(roles: dict[str, Group], config, tied_head: bool) -> dict:
     """Bytes of weights that one decode step reads from memory, and what of it are experts.
 
     All dense tensors count whole, the embedding one row, the experts num_experts_per_tok of num_experts. A tied head
     reads the whole embedding.
     """
-    share = config["num_experts_per_tok"] / config["num_experts"]
     experts = sum(roles[role].memory_bytes for role in EXPERT_ROLES if role in roles)
     embed = roles["embed"].memory_bytes if "embed" in roles else 0
     dense = sum(group.memory_bytes for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed"))
-    dense += embed if tied_head else embed // config["vocab_size"]
-    active = round(experts * share)
+    dense += embed if tied_head else embed // config.vocab_size
+    active = round(experts * _share(config))
     return {"dense": dense, "active_experts": active, "total": dense + active}
 
 
-def active_parameters(roles: dict[str, Group], config: dict, tied_head: bool) -> int:
+def active_parameters(roles: dict[str, Group], config, tied_head: bool) -> int:
     """Parameters that take part in one decode step, embedding lookup not counted."""
-    share = config["num_experts_per_tok"] / config["num_experts"]
     experts = sum(roles[role].parameters for role in EXPERT_ROLES if role in roles)
     dense = sum(group.parameters for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed"))
-    return dense + round(experts * share) + (roles["embed"].parameters if tied_head else 0)
+    return dense + round(experts * _share(config)) + (roles["embed"].parameters if tied_head else 0)
 
 
 def tokenizer_facts(files) -> dict | None:
@@ -96,6 +100,16 @@ def tokenizer_facts(files) -> dict | None:
         "adds_bos": tokenizer.adds_bos,
         "chat_template": bool(chat_templates),
     }
+
+
+def gguf_facts(files) -> dict:
+    """Container version, alignment, and the metadata: long arrays only as {"items": their number}."""
+    metadata = {}
+    for key in files.gguf_metadata:
+        items = files.gguf_metadata.length(key)
+        long = items is not None and items > _MAX_ARRAY_ITEMS
+        metadata[key] = {"items": items} if long else files.gguf_metadata[key]
+    return {"version": files.gguf_version, "alignment": files.gguf_alignment, "metadata": metadata}
 
 
 def inspect_model(files, context) -> dict:
@@ -124,10 +138,11 @@ def inspect_model(files, context) -> dict:
         "tensor_bytes": total.nbytes,
         "memory_bytes": total.memory_bytes,
         "parameters": total.parameters,
-        "active_parameters": active_parameters(roles, files.config, files.tied_head),
+        "active_parameters": active_parameters(roles, files.model_config, files.tied_head),
         "bits_per_weight": total.bits_per_weight,
-        "bytes_per_token": bytes_per_token(roles, files.config, files.tied_head),
+        "bytes_per_token": bytes_per_token(roles, files.model_config, files.tied_head),
         "roles": {role: group.to_json() for role, group in roles.items()},
         "layers": {str(layer): layers[layer] for layer in sorted(layers)},
         "tokenizer": tokenizer_facts(files),
+        "gguf": gguf_facts(files) if files.gguf_metadata is not None else None,
     }

@@ -1,4 +1,4 @@
-"""`millstream convert`: a Hugging Face directory to a snapshot."""
+"""`millstream convert`: a Hugging Face directory or a GGUF file to a snapshot."""
 
 import json
 import signal
@@ -53,8 +53,48 @@ def format_option(name: str, role: str, **options):
     return click.option(name, role, metavar="NAME", callback=_format_name, **options)
 
 
+def refuse_given(click_context, formats: dict, src) -> None:
+    """Format options do nothing for a GGUF, whose numbers stay what they are. Raises ConfigError."""
+    given = [
+        option.opts[0]
+        for option in click_context.command.params
+        if option.name in formats
+        and click_context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: {src} is a GGUF file, which is converted without requantizing; leave the option out, "
+            "or convert the original checkpoint"
+        )
+
+
+def is_gguf_file(src) -> bool:
+    from pathlib import Path
+
+    from ..weights.gguf_header import is_gguf
+
+    return Path(src).is_file() and (str(src).endswith(".gguf") or is_gguf(Path(src)))
+
+
+def report(done, as_json: bool) -> None:
+    """What was written, for people or programs."""
+    roles = ", ".join(f"{role} {name}" for role, name in done.formats.items())
+    note(f"converted {done.num_tensors} tensors in {done.seconds:.1f} s: {roles}")
+    if as_json:
+        write_json({
+            "path": str(done.path),
+            "source_bytes": done.source_bytes,
+            "snapshot_bytes": done.snapshot_bytes,
+            "tensors": done.num_tensors,
+            "seconds": done.seconds,
+            "formats": done.formats,
+        })  # fmt: skip
+    else:
+        write(f"{done.path}: {size(done.snapshot_bytes)} from {size(done.source_bytes)}\n")
+
+
 @click.command()
-@click.argument("src", metavar="SRC_DIR")
+@click.argument("src", metavar="SRC")
 @click.argument("out", metavar="OUT")
 @format_option("--format", "experts", default="q8_0", show_default=True, help="Format of the experts.")
 @format_option("--gate-up-format", "gate_up", help="Experts' gate and up, if not --format.")
@@ -69,15 +109,30 @@ def format_option(name: str, role: str, **options):
 @_options.json_option
 @click.pass_context
 def convert(click_context, src, out, layout, force, threads, as_json, **formats):
-    """Convert the Hugging Face model in SRC_DIR to a snapshot in OUT.
+    """Convert SRC, a Hugging Face directory or a GGUF file, to a snapshot in OUT.
 
-    Formats: see `millstream kernels`. Routers and norms stay float32.
+    Formats: see `millstream kernels`. Routers and norms stay float32. A GGUF keeps its formats, bit for bit.
     """
     from converters.hf import RoleFormats
     from converters.hf import convert as convert_hf
 
     from ._progress import Meter
 
+    if is_gguf_file(src):
+        from converters.gguf import convert_gguf
+
+        refuse_given(click_context, formats, src)
+        with ended_by_sigterm(), Meter("convert") as meter:
+            done = convert_gguf(
+                src,
+                out,
+                layout=layout,
+                threads=threads,
+                force=force,
+                progress=lambda p: meter.update(p.done_bytes, p.total_bytes, p.name),
+            )
+        report(done, as_json)
+        return
     given = click_context.get_parameter_source("experts") is click.core.ParameterSource.COMMANDLINE
     if given and formats["gate_up"] and formats["down"]:
         raise ConfigError(
@@ -94,16 +149,4 @@ def convert(click_context, src, out, layout, force, threads, as_json, **formats)
             force=force,
             progress=lambda p: meter.update(p.done_bytes, p.total_bytes, p.name),
         )
-    roles = ", ".join(f"{role} {name}" for role, name in done.formats.items())
-    note(f"converted {done.num_tensors} tensors in {done.seconds:.1f} s: {roles}")
-    if as_json:
-        write_json({
-            "path": str(done.path),
-            "source_bytes": done.source_bytes,
-            "snapshot_bytes": done.snapshot_bytes,
-            "tensors": done.num_tensors,
-            "seconds": done.seconds,
-            "formats": done.formats,
-        })  # fmt: skip
-    else:
-        write(f"{done.path}: {size(done.snapshot_bytes)} from {size(done.source_bytes)}\n")
+    report(done, as_json)

@@ -47,6 +47,15 @@ def _tokenizer(found: dict) -> str:
     )
 
 
+def _metadata(facts: dict) -> str:
+    """One line per key; long texts cut."""
+    lines = [f"GGUF version {facts['version']}, alignment {facts['alignment']}, {len(facts['metadata'])} keys:"]
+    for key, value in facts["metadata"].items():
+        text = f"{value['items']} items" if isinstance(value, dict) else repr(value)
+        lines.append(f"  {key} = {text if len(text) <= 80 else text[:77] + '...'}")
+    return "\n".join(lines)
+
+
 def as_text(found: dict) -> str:
     """The report for people."""
     per_token = found["bytes_per_token"]
@@ -66,6 +75,8 @@ def as_text(found: dict) -> str:
         "",
         _layers(found),
     ]  # fmt: skip
+    if found["gguf"]:
+        lines += ["", _metadata(found["gguf"])]
     return "\n".join(lines) + "\n"
 
 
@@ -78,7 +89,7 @@ def _verify(files) -> int:
 
 @click.command()
 @click.argument("path")
-@click.option("--verify", is_flag=True, help="Read every byte and compare all checksums.")
+@click.option("--verify", is_flag=True, help="Read every byte: checksums where there are any, all scales.")
 @_options.json_option
 def inspect(path, verify, as_json):
     """Show config, formats, sizes and tokenizer of the model in PATH."""
@@ -95,4 +106,5 @@ def inspect(path, verify, as_json):
     else:
         write(as_text(found))
         if verify:
-            note(f"verified: {size(found['verified_bytes'])}, all checksums match")
+            what = "all checksums match" if files.kind == "snapshot" else "all values and scales are finite"
+            note(f"verified: {size(found['verified_bytes'])}, {what}")

@@ -63,6 +63,10 @@ class GgufModel(ModelFiles):
                     )
                 self.gguf_tensors[name], self._file_of[name] = tensor, header.path.name
 
+    def tensors_of(self, file: str) -> list[GgufTensor]:
+        """Tensors of one file of the set, as it names them."""
+        return [tensor for name, tensor in self.gguf_tensors.items() if self._file_of[name] == file]
+
     def path_of(self, file: str) -> Path:
         return self.path.parent / file
 

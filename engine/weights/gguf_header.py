@@ -30,7 +30,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 # Far beyond every real file; they keep a broken or hostile header from filling memory or taking forever.
-_MAX_TENSORS, _MAX_KEYS, _MAX_ITEMS = 1 << 20, 1 << 16, 1 << 24
+_MAX_TENSORS, _MAX_KEYS = 1 << 20, 1 << 16
+_MAX_NUMBERS, _MAX_TEXTS, _MAX_ARRAYS = 1 << 24, 1 << 22, 1 << 16  # items of an array
 _MAX_KEY_BYTES, _MAX_NAME_BYTES, _MAX_TEXT_BYTES = 65535, 255, 64 << 20
 _MAX_ALIGNMENT = 1 << 20
 _MAX_DIMENSIONS = 4
@@ -168,7 +169,9 @@ class Metadata(Mapping):
         elif kind == _STRING:
             cursor.text(what, _MAX_TEXT_BYTES)
         elif kind == _ARRAY and depth < 2:
-            item, count = cursor.scalar(4, what), cursor.count(f"the length of {what}", _MAX_ITEMS)
+            item = cursor.scalar(4, what)
+            limit = {_STRING: _MAX_TEXTS, _ARRAY: _MAX_ARRAYS}.get(item, _MAX_NUMBERS)
+            count = cursor.count(f"the length of {what}", limit)
             if item in _SCALARS:
                 cursor.need(count * _SCALAR_BYTES[item], what)
                 cursor.position += count * _SCALAR_BYTES[item]
