@@ -8,11 +8,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._native import ffi, lib
+from ._native import ffi
+from ._native import lib as _compiled
 from .errors import FormatError, KernelError
 
 __all__ = ["Context", "KernelTable", "Matrix", "aligned_empty", "ffi", "formats", "layouts", "lib", "tiers"]
 
+
+class Native:
+    """Functions and constants of the compiled library. While somebody observes, every call goes through them; when
+    nobody does, the attributes are the compiled functions themselves."""
+
+    def __init__(self):
+        vars(self).update({name: getattr(_compiled, name) for name in dir(_compiled)})
+
+    def observe(self, wrap) -> None:
+        """Replace each function by wrap(name, function)."""
+        for name, value in self._functions():
+            setattr(self, name, wrap(name, value))
+
+    def stop_observing(self) -> None:
+        vars(self).update(self._functions())
+
+    @staticmethod
+    def _functions():
+        found = ((name, getattr(_compiled, name)) for name in dir(_compiled))
+        return [(name, value) for name, value in found if callable(value)]
+
+
+lib = Native()
 _STATUS = {
     lib.MOE_BAD_ARGUMENT: "an argument is out of range",
     lib.MOE_NO_MEMORY: "out of memory",

@@ -323,8 +323,12 @@ static void run_window(struct experts_job *j) {
         u->first_down_task = down_tasks;
         down_tasks += (moe_strips(&e->down) + u->down_strips_per_task - 1) / u->down_strips_per_task;
     }
+    int64_t started = moe_time_begin(j->ctx);
     moe_parallel(j->ctx, tasks, gate_up_task, j);
+    moe_time_end(j->ctx, MOE_TIME_GATE_UP, started);
+    started = moe_time_begin(j->ctx);
     moe_parallel(j->ctx, down_tasks, down_task, j);
+    moe_time_end(j->ctx, MOE_TIME_DOWN, started);
 }
 
 static int expert_ok(const struct moe_expert *e, int hidden_size) {

@@ -96,6 +96,9 @@ void moe_pool_destroy(struct moe_pool *pool);
 /* fn(arg, task, worker) for every task in 0 .. num_tasks-1, in any order, worker < num_threads; returns when all are
  * done. Runs on the caller alone when num_tasks is 1 or the pool has one thread. */
 void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg);
+/* ns of the calling thread between the two are added to a part (enum moe_time) while timing is on. */
+int64_t moe_time_begin(const struct moe_ctx *ctx);
+void moe_time_end(struct moe_ctx *ctx, int part, int64_t started);
 /* Scratch of at least that many bytes, contents undefined; NULL when memory is short. */
 void *moe_scratch(struct moe_ctx *ctx, size_t bytes);
 /* Round to nearest with subnormals on, for threads that are not the pool's. */

@@ -315,7 +315,9 @@ static void activate_rows(void *arg, int64_t first, int64_t last) {
 void moe_activate(struct moe_ctx *ctx, char *out, int activation, const float *x, const int32_t *tokens, int count,
                   int cols) {
     struct activate_job job = {ctx->vec, out, x, tokens, moe_activation_bytes(activation, cols), activation, cols};
+    int64_t started = moe_time_begin(ctx);
     parallel_spans(ctx, count, TASK_ELEMENTS / cols + 1, activate_rows, &job);
+    moe_time_end(ctx, MOE_TIME_QUANTIZE, started);
 }
 
 int moe_quantize_activations(struct moe_ctx *ctx, void *out, int activation, const float *x, int num_tokens, int cols) {

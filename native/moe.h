@@ -113,6 +113,17 @@ int moe_ctx_set_arith(struct moe_ctx *ctx, int arith);
 const struct moe_layout *moe_select_layout(const struct moe_ctx *ctx, const char *name, const char **error);
 const struct moe_format *moe_select_format(const struct moe_ctx *ctx, const char *name, const char **error);
 
+/* ---- timing (threadpool.c) ---- */
+enum moe_time { /* parts of calls, as the caller waits for them */
+    MOE_TIME_QUANTIZE = 0, /* activations into their integer forms, in every product */
+    MOE_TIME_GATE_UP = 1,  /* experts' gate and up with what lies between them and down */
+    MOE_TIME_DOWN = 2,
+    MOE_NUM_TIMES = 3
+};
+/* Read the totals in ns since the context was made (part_ns [MOE_NUM_TIMES], busy_ns [num_threads] of running tasks; each
+ * may be NULL), then switch timing on or off. Off is how a context starts, and costs nothing that can be measured. */
+void moe_timing(struct moe_ctx *ctx, int on, int64_t *part_ns, int64_t *busy_ns);
+
 /* ---- weights (linear.c) ---- */
 size_t moe_matrix_bytes(const struct moe_layout *layout, int rows, int cols);
 /* Storage rows -> strips, all threads. out holds moe_matrix_bytes. */

@@ -33,6 +33,10 @@ struct worker {
     int index;
 };
 
+struct busy { /* one thread writes it; a cache line each */
+    _Alignas(64) int64_t ns;
+};
+
 struct moe_pool {
     pthread_mutex_t call_lock;  /* one public call at a time */
     pthread_mutex_t sleep_lock; /* guards both conditions */
@@ -49,6 +53,9 @@ struct moe_pool {
     int spin; /* 0 when threads would have to share CPUs: spinning would then take time from a task */
     int num_threads;
     int num_started; /* workers, without the caller */
+    int timing;      /* changed between batches only */
+    int64_t part_ns[MOE_NUM_TIMES];
+    struct busy *busy; /* [num_threads] */
     pid_t owner;
     struct worker *workers;
 };
@@ -103,12 +110,15 @@ static int in_child(const struct moe_pool *pool) { return pool->owner != getpid(
 /* Claim and run tasks until none is left, then report them all at once. */
 static void run_tasks(struct moe_pool *pool, int worker) {
     int left = atomic_load(&pool->unclaimed), done = 0;
+    int64_t started = 0;
     while (left > 0) {
         if (!atomic_compare_exchange_weak(&pool->unclaimed, &left, left - 1)) continue;
+        if (!done && pool->timing) started = now_ns(); /* a task is held, so the batch's fields are ours to read */
         pool->fn(pool->arg, pool->num_tasks - left, worker);
         done++;
         left = atomic_load(&pool->unclaimed);
     }
+    if (started) pool->busy[worker].ns += now_ns() - started;
     if (!done || atomic_fetch_sub(&pool->unfinished, done) != done) return;
     /* Pairs with wait_done: either this load sees the sleeper or the sleeper sees zero (sequential consistency). */
     if (!atomic_load(&pool->caller_sleeps)) return;
@@ -164,7 +174,9 @@ struct moe_pool *moe_pool_create(int num_threads) {
     if (!pool) return 0;
     *pool = (struct moe_pool){.num_threads = num_threads, .spin = num_threads <= usable_cpus(), .owner = getpid()};
     pool->workers = calloc((size_t)num_threads, sizeof *pool->workers);
-    if (!pool->workers) { free(pool); return 0; }
+    pool->busy = aligned_alloc(64, (size_t)num_threads * sizeof *pool->busy);
+    if (!pool->workers || !pool->busy) { free(pool->workers); free(pool->busy); free(pool); return 0; }
+    for (int i = 0; i < num_threads; i++) pool->busy[i].ns = 0;
     pthread_mutex_init(&pool->call_lock, 0);
     pthread_mutex_init(&pool->sleep_lock, 0);
     pthread_cond_init(&pool->work_ready, 0);
@@ -187,6 +199,7 @@ void moe_pool_destroy(struct moe_pool *pool) {
         pthread_cond_destroy(&pool->batch_done);
     }
     free(pool->workers);
+    free(pool->busy);
     free(pool);
 }
 
@@ -203,7 +216,9 @@ static void wait_done(struct moe_pool *pool) {
 void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg) {
     struct moe_pool *pool = ctx->pool;
     if (num_tasks <= 1 || pool->num_threads == 1 || in_child(pool)) {
+        int64_t started = pool->timing ? now_ns() : 0;
         for (int task = 0; task < num_tasks; task++) fn(arg, task, 0);
+        if (started) pool->busy[0].ns += now_ns() - started;
         return;
     }
     pool->fn = fn;
@@ -220,6 +235,22 @@ void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg)
     }
     run_tasks(pool, 0);
     wait_done(pool);
+}
+
+/* ---- timing ---- */
+int64_t moe_time_begin(const struct moe_ctx *ctx) { return ctx->pool->timing ? now_ns() : 0; }
+
+void moe_time_end(struct moe_ctx *ctx, int part, int64_t started) {
+    if (started) ctx->pool->part_ns[part] += now_ns() - started;
+}
+
+void moe_timing(struct moe_ctx *ctx, int on, int64_t *part_ns, int64_t *busy_ns) {
+    struct moe_pool *pool = ctx->pool;
+    uint32_t saved = moe_enter(ctx);
+    for (int i = 0; part_ns && i < MOE_NUM_TIMES; i++) part_ns[i] = pool->part_ns[i];
+    for (int i = 0; busy_ns && i < pool->num_threads; i++) busy_ns[i] = pool->busy[i].ns;
+    pool->timing = on;
+    moe_leave(ctx, saved, MOE_OK);
 }
 
 void *moe_scratch(struct moe_ctx *ctx, size_t bytes) {

@@ -6,7 +6,7 @@ import sys
 import click
 
 from ..errors import ConfigError
-from . import _conversation, _options, _sampling, _speculation, _streaming
+from . import _conversation, _options, _profile, _sampling, _speculation, _streaming
 from ._output import decode_utf8, note, read_text_file, size, write, write_json
 
 INTERRUPTED = "interrupted"
@@ -93,8 +93,8 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
 class Run:
     """One generation from load to summary; keeps what there is when it is interrupted."""
 
-    def __init__(self, prompt: str, as_json: bool):
-        self.prompt, self.as_json = prompt, as_json
+    def __init__(self, prompt: str, as_json: bool, profiling: _profile.Profiling):
+        self.prompt, self.as_json, self.profiling = prompt, as_json, profiling
         self.loaded = self.generation = self.cache = None
         self.sources: dict[str, str] = {}
         self.pieces: list[str] = []
@@ -117,7 +117,9 @@ class Run:
         else:
             self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
         say = self.late_notes.append  # the text comes first
-        with _options.route_trace(self.loaded, route_trace, say), _streaming.usage_history(self.loaded, say):
+        around = self.profiling.around(self.loaded, self.generation)
+        history = _streaming.usage_history(self.loaded, say)
+        with _options.route_trace(self.loaded, route_trace, say), history, around:
             for piece in self.generation:
                 self.pieces.append(piece)
                 if not self.as_json:
@@ -143,6 +145,8 @@ class Run:
         if self.cache is not None:
             note(self.cache.save())
         _streaming.print_summary(self.loaded)
+        if self.generation is not None:
+            self.profiling.finish(self.generation)
 
 
 @click.command()
@@ -161,6 +165,7 @@ class Run:
 @_conversation.prompt_cache_option
 @_options.route_trace_option
 @_speculation.spec_options
+@_profile.options
 @_options.json_option
 @click.pass_context
 def generate(
@@ -174,7 +179,7 @@ def generate(
     runtime = {"model": options.pop("model")} | _options.take_runtime(options)
     context = {name: options.pop(name) for name in ("chat", "chat_template", "system", "prompt_cache")}
     _conversation.check_chat_options(context["chat"], context["chat_template"], context["system"])
-    run = Run(read_prompt(prompt, prompt_file), as_json)
+    run = Run(read_prompt(prompt, prompt_file), as_json, _profile.Profiling(_profile.take(options)))
     try:
         choices = _speculation.spec_choices(spec, draft, runtime["draft_model"])
         limits = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos}

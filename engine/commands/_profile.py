@@ -1,0 +1,85 @@
+"""Options of profiling: --profile, --profile-layers, --profile-json, --profile-html, --trace."""
+
+import json
+import time
+from contextlib import contextmanager
+
+import click
+
+from ..atomic_file import AtomicFile
+from ..errors import ConfigError
+from ._output import note, size
+
+NAMES = ("profile", "profile_layers", "profile_json", "profile_html", "trace")
+
+
+def options(command):
+    """The five options; take them out of a command's keywords with `take`."""
+    for decorate in (
+        click.option("--trace", metavar="FILE", help="Write every native call as a Chrome trace (Perfetto)."),
+        click.option("--profile-html", metavar="FILE", help="Write the profile as a page to look at."),
+        click.option("--profile-json", metavar="FILE", help="Write the profile as JSON."),
+        click.option("--profile-layers", is_flag=True, help="Print the profile with a line per layer."),
+        click.option("--profile", is_flag=True, help="Print where the time went."),
+    ):
+        command = decorate(command)
+    return command
+
+
+def take(options: dict) -> dict:
+    """Remove the options from a command's keywords, and return them."""
+    return {name: options.pop(name) for name in NAMES}
+
+
+class Profiling:
+    """One profiled run: `around` the generation, then `finish`. Does nothing when no option asks for it."""
+
+    def __init__(self, wanted: dict):
+        self._wanted, self._started, self._profiler = wanted, time.perf_counter(), None
+
+    @contextmanager
+    def around(self, loaded, generation):
+        """Record while the generation runs."""
+        if not any(self._wanted.values()):
+            yield
+            return
+        from ..profile import Profiler
+
+        self._load_s = time.perf_counter() - self._started - generation.stats.tokenize_s
+        self._profiler = Profiler(loaded, trace=self._wanted["trace"] is not None)
+        with self._profiler as profiler:
+            profiler.attach(generation)
+            yield
+
+    def finish(self, generation) -> None:
+        """Print and write what was asked for."""
+        if self._profiler is None:
+            return
+        from ..bandwidth import memory_bandwidth
+        from ..profile.report import format_report, profile_report
+
+        wall_s, wanted = time.perf_counter() - self._started, self._wanted
+        bandwidth = memory_bandwidth(self._profiler.engine.context)
+        report = profile_report(self._profiler, generation, wall_s, self._load_s, bandwidth)
+        if wanted["profile"] or wanted["profile_layers"]:
+            note(format_report(report, wanted["profile_layers"]))
+        if wanted["profile_json"]:
+            self._write("profile_json", json.dumps(report, indent=1) + "\n")
+        if wanted["profile_html"]:
+            from ..profile.page import page
+
+            self._write("profile_html", page(report, self._profiler))
+        if wanted["trace"]:
+            from ..profile.trace import chrome_trace
+
+            self._write("trace", json.dumps(chrome_trace(self._profiler)))
+
+    def _write(self, option: str, text: str) -> None:
+        path = self._wanted[option]
+        data = text.encode()
+        try:
+            with AtomicFile(path) as file:
+                file.handle.write(data)
+        except OSError as error:
+            raise ConfigError(f"--{option.replace('_', '-')} {path}: {error.strerror or error}") from None
+        note(f"{option.replace('_', ' ')}: {path}, {size(len(data))}")

@@ -1,0 +1,158 @@
+"""The profile as one self-contained page: inline SVG, no scripts, nothing loaded from elsewhere."""
+
+import itertools
+from html import escape
+
+from .report import STEP_PHASES
+
+COLOURS = {
+    "embed": "#8c8c8c", "attention": "#4c78a8", "router": "#9ecae9", "expert_gate_up": "#f58518", "quantize": "#ffbf79",
+    "expert_down": "#e45756", "read_wait": "#b279a2", "head": "#54a24b", "sample": "#88d27a", "draft": "#72b7b2",
+    "verify": "#b6e3e0", "python": "#d8b5a5",
+}  # fmt: skip
+WIDTH, BAR_HEIGHT, PLOT_HEIGHT, CELL = 900, 34, 160, 12
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } svg { display: block; max-width: 100%; }
+table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: right; }
+td:first-child, th:first-child { text-align: left; } .verdict { background: #fff4e0; padding: .6rem .8rem; }
+.key span { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em;
+margin-right: .3em; } .note { color: #666; } text { font: 11px system-ui, sans-serif; fill: #444; }
+"""
+
+
+def _svg(height: float, body: list[str], label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(body)}</svg>'
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.01):.2f}" height="{height:.2f}" fill="{colour}">'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def _stacked(phases: dict, wall_s: float, per: int, label: str) -> str:
+    """One bar: the phases of an average token (or of the whole prefill), side by side."""
+    x, body = 0.0, []
+    for name in STEP_PHASES:
+        width = WIDTH * phases.get(name, 0.0) / wall_s if wall_s else 0.0
+        ms = phases.get(name, 0.0) * 1e3 / max(per, 1)
+        body.append(_rect(x, 0, width, BAR_HEIGHT, COLOURS[name], f"{name}: {ms:.3f} ms, {width / WIDTH:.1%}"))
+        if width > 60:
+            body.append(f'<text x="{x + 4:.1f}" y="{BAR_HEIGHT / 2 + 4}">{name} {width / WIDTH:.0%}</text>')
+        x += width
+    return _svg(BAR_HEIGHT, body, label)
+
+
+def _line(points: list[tuple[float, float]], colour: str, title: str) -> list[str]:
+    """A line over the whole width; y from 0 to its largest value, which is written at the left."""
+    if not points:
+        return []
+    top, last = max(y for _, y in points) or 1.0, points[-1][0] or 1.0
+    path = " ".join(f"{WIDTH * x / last:.1f},{PLOT_HEIGHT - (PLOT_HEIGHT - 16) * y / top:.1f}" for x, y in points)
+    return [
+        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"><title>{escape(title)}</title>'
+        "</polyline>",
+        f'<text x="2" y="11">{top:.4g} {escape(title)}</text>',
+    ]
+
+
+def _plot(points, colour: str, title: str) -> str:
+    frame = f'<rect width="{WIDTH}" height="{PLOT_HEIGHT}" fill="#fafafa" stroke="#ddd"/>'
+    return _svg(PLOT_HEIGHT, [frame, *_line(points, colour, title)], title)
+
+
+def _over_tokens(rounds: list[dict]) -> list[str]:
+    parts, done = ["<h2>Time per token</h2>"], 0
+    times = []
+    for r in rounds:
+        done += r["tokens"]
+        times.append((done, (r["end"] - r["start"]) / 1e6 / r["tokens"]))
+    parts.append(_plot(times, COLOURS["attention"], "ms per token"))
+    streamed = [r["stream"] for r in rounds if r["stream"]]
+    if len(streamed) > 1:
+        hits, megabytes = [], []
+        for i, (a, b) in enumerate(itertools.pairwise(streamed), 1):
+            asked = b["hits"] + b["misses"] - a["hits"] - a["misses"]
+            hits.append((i, (b["hits"] - a["hits"]) / asked * 100 if asked else 0.0))
+            megabytes.append((i, (b["bytes"] - a["bytes"]) / 1e6))
+        parts += ["<h2>Experts from disk</h2>", _plot(hits, COLOURS["head"], "% of experts found in memory")]
+        parts.append(_plot(megabytes, COLOURS["read_wait"], "MB read in a round"))
+    return parts
+
+
+def _heat_map(experts: dict[int, list[int]]) -> list[str]:
+    if not experts:
+        return []
+    parts = ["<h2>Experts used</h2>", '<p class="note">A row is a layer, a column an expert; darker is more often.</p>']
+    columns = max(len(row) for row in experts.values())
+    cell = min(CELL, (WIDTH - 30) / columns)
+    top = max((max(row) for row in experts.values()), default=1) or 1
+    body = []
+    for y, (layer, row) in enumerate(sorted(experts.items())):
+        body.append(f'<text x="0" y="{y * cell + cell - 2:.1f}">{layer}</text>')
+        for e, count in enumerate(row):
+            shade = f"hsl(24 85% {96 - 60 * count / top:.0f}%)"
+            body.append(
+                _rect(30 + e * cell, y * cell, cell - 0.5, cell - 0.5, shade, f"layer {layer} expert {e}: {count}")
+            )
+    parts.append(_svg(len(experts) * cell, body, "uses of experts by layer"))
+    return parts
+
+
+def _acceptance(spec: dict | None) -> list[str]:
+    if not spec:
+        return []
+    parts, body, step = ["<h2>Drafts accepted by position</h2>"], [], WIDTH / 8
+    for i, chance in enumerate(spec["acceptance_by_position"]):
+        height = (PLOT_HEIGHT - 30) * (chance or 0.0)
+        label = "never drafted" if chance is None else f"{chance:.0%}"
+        body.append(
+            _rect(i * step, PLOT_HEIGHT - 15 - height, step - 8, height, COLOURS["draft"], f"draft {i + 1}: {label}")
+        )
+        body.append(f'<text x="{i * step:.0f}" y="{PLOT_HEIGHT - 3}">draft {i + 1}: {label}</text>')
+    parts.append(_svg(PLOT_HEIGHT, body, "share of drafts accepted by position"))
+    parts.append(
+        f"<p>{spec['rounds']} rounds, {spec['tokens_per_round']:.2f} tokens a round, "
+        f"{spec['accepted']} of {spec['drafted']} drafts accepted.</p>"
+    )
+    return parts
+
+
+def _kernels(rows: list[dict]) -> list[str]:
+    cells = "".join(
+        f"<tr><td>{escape(r['role'])}</td><td>{escape(r['format'])}</td><td>{r['seconds']:.3f}</td>"
+        f"<td>{r['bytes'] / 1e9:.2f}</td><td>{r['gb_s']:.2f}</td></tr>"
+        for r in rows
+    )
+    head = "<tr><th>product</th><th>format</th><th>seconds</th><th>GB</th><th>GB/s</th></tr>"
+    return ["<h2>Weights read while decoding</h2>", f"<table>{head}{cells}</table>"]
+
+
+def page(report: dict, profiler) -> str:
+    """HTML of a profile (what profile_report returned) and the profiler that took it."""
+    decode, prefill = report["decode"], report["prefill"]
+    key = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in COLOURS.items())
+    body = [
+        "<h1>millstream profile</h1>",
+        f"<p>{escape(report['model'])}, tier {report['isa']}; {prefill['tokens']} tokens of prompt in "
+        f"{prefill['wall_s']:.3f} s, {decode['tokens']} tokens in {decode['wall_s']:.3f} s.</p>",
+        f'<p class="verdict">{escape(report["verdict"])}</p>',
+        f'<p class="key">{key}</p>',
+        "<h2>An average token</h2>",
+        _stacked(decode["phases"], decode["wall_s"], decode["tokens"], "time of an average token by phase"),
+        "<h2>Prefill</h2>",
+        _stacked(prefill["phases"], prefill["wall_s"], 0, "time of the prefill by phase"),
+        *_over_tokens(profiler.rounds),
+        *_kernels(decode["kernels"]),
+        *_heat_map(profiler.experts),
+        *_acceptance(report["spec"]),
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>millstream profile</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
