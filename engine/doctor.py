@@ -3,6 +3,7 @@
 Every check becomes an entry in a report; what is wrong becomes a line in `problems`. Needs no model.
 """
 
+import itertools
 import os
 import platform
 import time
@@ -18,7 +19,7 @@ FEATURES = ("avx", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512
             "avx512vbmi", "avx512_bf16", "asimd", "asimddp", "i8mm", "sve")  # fmt: skip
 ROWS, COLS = 264, 512  # not a multiple of a thread's share; two blocks of the longest format
 TOKEN_COUNTS = (1, 8)
-SPEED_BYTES = 64 << 20  # read per format for the speed figure
+SPEED_BYTES, COMPACT_SPEED_BYTES = 64 << 20, 8 << 20  # read per format for the speed figures
 LITTLE_MEMORY_BYTES = 256 << 20
 
 
@@ -30,11 +31,12 @@ class FormatCheck:
     layout: str
     codec: str  # tier of the codec that is used
     kernel: str  # tier of the kernel that is used
-    parity: str  # "equal", or what differs
-    gb_per_s: float  # weights read by one thread at one token, from the cache
+    parity: str  # "equal", or what differs: strips, products, compact rows, float arithmetic
+    gb_per_s: float  # strips read by one thread at one token, from the cache
+    compact_gb_per_s: float  # storage bytes re-coded and multiplied by one thread at one token
 
 
-def _finite_rows(context, name: str, rows: int, cols: int, rng) -> np.ndarray:
+def finite_rows(context, name: str, rows: int, cols: int, rng) -> np.ndarray:
     """Random storage rows: values quantized by the format, or random blocks with finite scales where it only reads."""
     try:
         return context.quantize(name, rng.standard_normal((rows, cols), np.float32))
@@ -51,11 +53,12 @@ def _finite_rows(context, name: str, rows: int, cols: int, rng) -> np.ndarray:
 class _Product:
     """y [T, rows] = x [T, cols] W^T on one context, for one format."""
 
-    def __init__(self, context, name: str, storage: np.ndarray, x: np.ndarray):
+    def __init__(self, context, name: str, storage: np.ndarray, x: np.ndarray, compact: bool = False):
         from .layers import Buffer, Layers, Linear
 
         rows, cols = len(storage), x.shape[1]
-        self.matrix = context.matrix(name, storage, rows, cols)
+        self.context = context
+        self.matrix = context.matrix(name, storage, rows, cols, compact)
         self._layers, self._linear = Layers(context), Linear(self.matrix)
         self._x, self._y = Buffer(len(x), cols), Buffer(len(x), rows)
         self._x.array[:] = x
@@ -65,12 +68,12 @@ class _Product:
         self._linear(self._layers, self._x, (self._y,), num_tokens)
         return self._y.array[:num_tokens].copy()
 
-    def gb_per_s(self) -> float:
-        calls = max(1, SPEED_BYTES // self.matrix.num_bytes)
-        started = time.perf_counter()
+    def gb_per_s(self, total_bytes: int = SPEED_BYTES) -> float:
+        calls = max(1, total_bytes // self.matrix.num_bytes)
+        started = time.thread_time()  # a busy machine does not count
         for _ in range(calls):
             self._linear(self._layers, self._x, (self._y,), 1)
-        return calls * self.matrix.num_bytes / (time.perf_counter() - started) / 1e9
+        return calls * self.matrix.num_bytes / (time.thread_time() - started) / 1e9
 
 
 def compare(got: np.ndarray, want: np.ndarray) -> str:
@@ -81,36 +84,41 @@ def compare(got: np.ndarray, want: np.ndarray) -> str:
     return "equal" if differing == 0 else f"{differing} of {got.size} values differ"
 
 
-def check_format(name: str, context, reference) -> FormatCheck:
-    """Compare one format on `context` with the scalar tier, codec and kernel, for one token and for several."""
+def check_format(name: str, context, reference, floats) -> FormatCheck:
+    """Compare one format on `context` with the scalar tier, for one token and for several: codec, kernel, compact rows,
+    and the float arithmetic. floats: contexts of the float arithmetic, on this tier and on the scalar one."""
     layout = context.layout_of(name)
     tables = context.format(name), context.layout(layout)
     codec, kernel = (kernels.text(t.same_as) or kernels.text(t.tier) for t in tables)
     rng = np.random.default_rng(1)
     group = context.format(name).group_rows or 1
-    storage = _finite_rows(reference, name, -(-ROWS // group) * group, COLS, rng)
+    storage = finite_rows(reference, name, -(-ROWS // group) * group, COLS, rng)
     x = rng.standard_normal((max(TOKEN_COUNTS), COLS), np.float32)
     here, scalar = _Product(context, name, storage, x), _Product(reference, name, storage, x)
+    compact = _Product(context, name, storage, x, compact=True)
+    here_float, scalar_float = (_Product(c, name, storage, x) for c in floats)
     parity = "equal"
     if not np.array_equal(here.matrix.strips, scalar.matrix.strips):
         parity = "codec differs"
-    for num_tokens in TOKEN_COUNTS:
-        if parity == "equal":
-            parity = compare(here(num_tokens), scalar(num_tokens))
-    return FormatCheck(name, layout, codec, kernel, parity, here.gb_per_s())
+    pairs = ((here, scalar, ""), (compact, scalar, "compact: "), (here_float, scalar_float, "float arithmetic: "))
+    for (got, want, what), num_tokens in itertools.product(pairs, TOKEN_COUNTS):
+        if parity == "equal" and (found := compare(got(num_tokens), want(num_tokens))) != "equal":
+            parity = what + found
+    return FormatCheck(name, layout, codec, kernel, parity, here.gb_per_s(), compact.gb_per_s(COMPACT_SPEED_BYTES))
 
 
 def check_formats(tier: str | None, problems: list[str]) -> tuple[str | None, list[FormatCheck]]:
     """Return (tier in use, one entry per format); failures are added to `problems`."""
     try:
         context, reference = kernels.Context(tier, 1), kernels.Context("scalar", 1)
+        floats = kernels.Context(tier, 1, "float"), kernels.Context("scalar", 1, "float")
     except EngineError as error:
         problems.append(str(error))
         return None, []
     found = []
     for name in dict.fromkeys(table.name for table in kernels.formats()):
         try:
-            entry = check_format(name, context, reference)
+            entry = check_format(name, context, reference, floats)
         except EngineError as error:
             problems.append(f"format {name}: {error}")
             continue
@@ -165,7 +173,11 @@ def examine(root: str | Path = "/") -> dict:
         "machine": platform.machine(),
         "cpu": hardware.cpu_model(root),
         "features": [feature for feature in FEATURES if feature in flags],
-        "tiers": [{"tier": name, "supported": ok, "missing": missing} for name, ok, missing in kernels.tiers()],
+        "tiers": [
+            {"tier": name, "supported": ok, "missing": missing, "reason": kernels.tier_reason(missing)}
+            for name, ok, missing in kernels.tiers()
+        ],
+        "machine_reason": kernels.MACHINE_REASONS.get(platform.machine()),
         "tier": tier,
         "tier_forced_by": "MILLSTREAM_ISA" if os.environ.get("MILLSTREAM_ISA") else None,
         "threads": asdict(threads),

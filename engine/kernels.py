@@ -98,6 +98,25 @@ def _table(k) -> KernelTable:
     return KernelTable(text(k.name), text(k.tier), text(k.same_as), text(k.why), k)
 
 
+# Why a tier asks for a feature that CPUs without it might be expected to do without.
+FEATURE_REASONS = {
+    "AVX512_VNNI": "AVX-512 alone is not enough: these kernels sum products with vpdpbusd and vpdpwssd, and without "
+    "them the avx2 kernels are as good",
+    "FMA": "the arithmetic is defined with fused multiply-add; emulating it costs more than AVX2 gains",
+    "F16C": "scales are half precision and widened in the kernels",
+}
+# Machines whose vector unit no tier uses.
+MACHINE_REASONS = {
+    "aarch64": "no NEON tier yet: bits can be proved in an emulator, speed cannot, and a slow kernel helps nobody; the "
+    "scalar tier runs",
+}
+
+
+def tier_reason(missing: str | None) -> str | None:
+    """Why a tier needs the feature that this CPU lacks, where that wants an explanation."""
+    return FEATURE_REASONS.get(missing) if missing else None
+
+
 def tiers() -> list[tuple[str, bool, str | None]]:
     """(name, runs here, first missing CPU feature) of every tier, worst first."""
     names = [text(lib.moe_tier_name(i)) for i in range(lib.moe_tier_count())]

@@ -247,9 +247,42 @@ def test_doctor_reports_this_machine():
     assert SHIPPED_MODEL.exists() == (found["problems"] == [])
     assert found["threads"]["count"] == hardware.usable_cpus().count
     assert {entry["parity"] for entry in found["formats"]} == {"equal"}
+    assert all(entry["gb_per_s"] > 0 and entry["compact_gb_per_s"] > 0 for entry in found["formats"])
     text = run("doctor").stdout
     for part in ("tiers:", "<- in use", "threads:", "memory:", "against scalar", "shipped model:"):
         assert part in text
+
+
+def test_doctor_says_why_a_tier_is_not_used(monkeypatch):
+    """A CPU with AVX-512 and no VNNI, which the emulated Skylake-X of tests/native/bochs is: named, with a reason."""
+    from engine import doctor, kernels
+    from engine.commands.doctor import as_text
+
+    monkeypatch.setattr(kernels, "tiers", lambda: [("scalar", True, None), ("avx512", False, "AVX512_VNNI")])
+    monkeypatch.setattr(doctor, "check_formats", lambda tier, problems: ("scalar", []))
+    text = as_text(doctor.examine())
+    assert "avx512: not used: this CPU has no AVX512_VNNI (AVX-512 alone is not enough" in text
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "aarch64")
+    assert "no NEON tier yet" in as_text(doctor.examine())
+
+
+def test_doctor_notices_a_wrong_float_or_compact_product(monkeypatch):
+    from engine import doctor, kernels
+
+    right = doctor._Product.__call__
+    contexts = kernels.Context(None, 1), kernels.Context("scalar", 1)
+    floats = kernels.Context(None, 1, "float"), kernels.Context("scalar", 1, "float")
+    assert doctor.check_format("iq3_s", *contexts, floats).parity == "equal"
+    for which in ("compact", "float"):
+
+        def wrong(self, num_tokens, which=which):
+            y = right(self, num_tokens)
+            if (which == "compact" and self.matrix.compact) or (which == "float" and self.context is floats[0]):
+                y[0, 0] += 1
+            return y
+
+        monkeypatch.setattr(doctor._Product, "__call__", wrong)
+        assert doctor.check_format("iq3_s", *contexts, floats).parity.startswith(which)
 
 
 def test_doctor_with_a_forced_tier():

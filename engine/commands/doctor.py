@@ -9,11 +9,12 @@ from ._output import size, table, write, write_json
 def _tiers(found: dict) -> list[str]:
     lines = []
     for tier in found["tiers"]:
-        state = "runs here" if tier["supported"] else f"this CPU has no {tier['missing']}"
+        state = "runs here" if tier["supported"] else f"not used: this CPU has no {tier['missing']}"
+        state += f" ({tier['reason']})" if tier["reason"] else ""
         forced = f" (forced by {found['tier_forced_by']})" if found["tier_forced_by"] else ""
         used = f"  <- in use{forced}" if tier["tier"] == found["tier"] else ""
         lines.append(f"  {tier['tier']}: {state}{used}")
-    return lines
+    return [*lines, f"  {found['machine_reason']}"] if found["machine_reason"] else lines
 
 
 def _memory(memory: dict) -> list[str]:
@@ -33,7 +34,15 @@ def _memory(memory: dict) -> list[str]:
 def as_text(found: dict) -> str:
     """The report for people."""
     rows = [
-        (f["format"], f["layout"], f["codec"], f["kernel"], f["parity"], f"{f['gb_per_s']:.1f}")
+        (
+            f["format"],
+            f["layout"],
+            f["codec"],
+            f["kernel"],
+            f["parity"],
+            f"{f['gb_per_s']:.1f}",
+            f"{f['compact_gb_per_s']:.1f}",
+        )
         for f in found["formats"]
     ]
     shipped = found["shipped_model"]
@@ -46,7 +55,8 @@ def as_text(found: dict) -> str:
         *_memory(found["memory"]),
         f"shipped model: {'ok' if shipped['ok'] else 'NOT USABLE'} ({shipped['path']})",
         "",
-        table(rows, ("format", "layout", "codec", "kernel", "against scalar", "GB/s, 1 thread")),
+        table(rows, ("format", "layout", "codec", "kernel", "against scalar", "GB/s", "compact GB/s")),
+        "GB/s: bytes of weights that one thread multiplies with one token, strips and compact storage rows, in cache",
         "",
         *(f"problem: {problem}" for problem in found["problems"]),
         *([] if found["problems"] else ["no problems found"]),

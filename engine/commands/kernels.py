@@ -22,7 +22,10 @@ def kernels(as_json):
     from .. import kernels as native
 
     entries = _rows(native.formats(), "format") + _rows(native.layouts(), "layout")
-    tiers = [{"tier": name, "supported": ok, "missing": missing} for name, ok, missing in native.tiers()]
+    tiers = [
+        {"tier": name, "supported": ok, "missing": missing, "reason": native.tier_reason(missing)}
+        for name, ok, missing in native.tiers()
+    ]
     if as_json:
         write_json({"tiers": tiers, "kernels": entries})
         return
@@ -37,5 +40,6 @@ def kernels(as_json):
         reasons |= {f"{kind} {name} on {c['tier']} = {c['same_as']}: {c['why']}": None for c in cells if c["same_as"]}
     lines = [table(rows, ("kind", "name", *names)), ""]
     for tier in tiers:
-        lines.append(f"tier {tier['tier']}: " + ("runs here" if tier["supported"] else f"needs {tier['missing']}"))
+        state = "runs here" if tier["supported"] else f"not used: this CPU has no {tier['missing']}"
+        lines.append(f"tier {tier['tier']}: {state}" + (f" ({tier['reason']})" if tier["reason"] else ""))
     write("\n".join([*lines, "", *reasons] if reasons else lines) + "\n")
