@@ -67,10 +67,11 @@ class Conversation:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def ask(self, content: str, **options):
-        """Add a user's message; the Generation of its answer. options: those of Engine.generate.
+        """The Generation of the answer to a user's message. options: those of Engine.generate. Both become part of the
+        conversation with `keep`.
 
-        Raises ConfigError, and leaves the conversation as it was, when the template refuses it or it does not fit the
-        context with room for at least one token.
+        Raises ConfigError when the template refuses the message, or it does not fit the context with room for at least
+        one token.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
         text = self.render(messages)
@@ -82,7 +83,7 @@ class Conversation:
             text = self.render(messages)
             ids = self.encode(text)
         generation = self.engine.generate(ids, session=self.session, **options)
-        self.messages, self._text, self._ids = messages, text, ids
+        self._asked = messages, text, ids
         return generation
 
     def _forget(self, messages: list[dict]) -> bool:
@@ -104,10 +105,9 @@ class Conversation:
         )
 
     def keep(self, generation) -> None:
-        """Add the answer, also one that was interrupted."""
-        self.messages.append(assistant_message(generation.text))
+        """Add the last question and its answer, also one that was interrupted."""
+        messages, text, ids = self._asked
+        self.messages = [*messages, assistant_message(generation.text)]
         # A stop text or half a character is in the tokens but not in the text.
-        if self.engine.tokenizer.decode(generation.token_ids) == generation.text:
-            self._text, self._ids = self._text + generation.text, self._ids + generation.token_ids
-        else:
-            self._text, self._ids = "", []
+        whole = self.engine.tokenizer.decode(generation.token_ids) == generation.text
+        self._text, self._ids = (text + generation.text, ids + generation.token_ids) if whole else ("", [])

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_models
 from cli_program import ENVIRONMENT, LONG_CONTEXT, PROGRAM, ROOT, assert_error, make_snapshot, run
+from gguf_models import write_gguf
 
 import engine
 from engine.chat import Conversation, assistant_message
@@ -103,6 +104,14 @@ def test_an_answer_cut_by_a_stop_text_is_read_as_text(loaded):
     assert chat.messages[-1]["content"] == cut.text
     text = chat.render([*chat.messages, {"role": "user", "content": "x"}])
     assert answer(chat, "x").prompt_token_ids == loaded.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_question_without_an_answer_is_forgotten(loaded):
+    chat = conversation(loaded)
+    next(iter(chat.ask("Hello", ignore_eos=True)))
+    assert chat.messages == []
+    answer(chat, "More")
+    assert [m["content"] for m in chat.messages][:1] == ["More"]
 
 
 def test_reset_keeps_nothing_but_a_system_message(loaded):
@@ -263,6 +272,18 @@ def test_generate_chat(model, loaded):
     assert system["prompt_token_ids"] == answer(conversation(loaded, "Be brief"), "Hello").prompt_token_ids
     assert_error(run("generate", "x", "-m", model, "--system", "y"), "--system does nothing without --chat")
     assert_error(run("generate", "x", "-m", model, "--chat-template", "y"), "--chat-template does nothing")
+
+
+def test_templates_of_a_gguf_file(tmp_path):
+    named = {"default": "{{ messages[0].content }}<|endoftext|>", "loud": "{{ messages[0].content | upper }}"}
+    file = tmp_path / "chat.gguf"
+    write_gguf(file, "mha_base", edit=lambda writer: writer.add_chat_template(
+        [{"name": name, "template": template} for name, template in named.items()]))  # fmt: skip
+    options = ["generate", "abc", "--chat", "-m", file, "-n", 1, "--json"]
+    ids = [json.loads(run(*options, *more).stdout)["prompt_token_ids"] for more in ([], ["--chat-template", "loud"])]
+    tokenizer = engine.load(file).tokenizer
+    assert [tokenizer.decode(found, skip_special=False) for found in ids] == ["abc<|endoftext|>", "ABC"]
+    assert json.loads(run("inspect", file, "--json").stdout)["tokenizer"]["chat_template"] is True
 
 
 # ---- the program on a terminal ---------------------------------------------------------------------------------------

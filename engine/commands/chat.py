@@ -138,6 +138,10 @@ class Chat:
                 if not self.interactive:
                     raise error if isinstance(error, EngineError) else ConfigError(str(error)) from None
                 note(f"error: {error}")
+            except KeyboardInterrupt:  # before an answer began, or after it ended
+                if not self.interactive:
+                    raise
+                note("")
 
 
 def save(path: str, messages: list[dict]) -> None:
