@@ -108,6 +108,15 @@ class Conversation:
         """Add the last question and its answer, also one that was interrupted."""
         messages, text, ids = self._asked
         self.messages = [*messages, assistant_message(generation.text)]
-        # A stop text or half a character is in the tokens but not in the text.
-        whole = self.engine.tokenizer.decode(generation.token_ids) == generation.text
-        self._text, self._ids = (text + generation.text, ids + generation.token_ids) if whole else ("", [])
+        said = self._said(generation)
+        self._text, self._ids = ("", []) if said is None else (text + generation.text, ids + said)
+
+    def _said(self, generation) -> list[int] | None:
+        """The tokens that an answer's text consists of, without those of half a character at its end; None when it ends
+        inside of one (before a stop text)."""
+        decoder, text = self.engine.tokenizer.stream_decoder(), ""
+        for n, token in enumerate([*generation.token_ids, None]):
+            if text == generation.text and not decoder.pending:
+                return generation.token_ids[:n]
+            text += decoder.push(token) if token is not None else ""
+        return None

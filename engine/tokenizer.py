@@ -282,6 +282,11 @@ class StreamDecoder:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
+    @property
+    def pending(self) -> bool:
+        """True inside of a character."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """End the text: a character that was cut in the middle is dropped, not shown as a replacement mark."""
         self._decoder.reset()

@@ -49,7 +49,7 @@ def answer(chat, text, **options):
 
 @pytest.fixture(scope="module")
 def clean(loaded):
-    """Two messages whose answers are whole characters (a tiny random model often ends inside of one)."""
+    """Two messages whose answers are whole characters: a tiny random model often ends inside of one."""
     for n in range(100):
         lines = [f"Hello {n}", "More"]
         chat = conversation(loaded)
@@ -104,6 +104,17 @@ def test_an_answer_cut_by_a_stop_text_is_read_as_text(loaded):
     assert chat.messages[-1]["content"] == cut.text
     text = chat.render([*chat.messages, {"role": "user", "content": "x"}])
     assert answer(chat, "x").prompt_token_ids == loaded.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_half_a_character_at_the_end_is_not_kept(loaded):
+    tokenizer = loaded.tokenizer
+    chat = conversation(loaded)
+    first = chat.ask("Hello")
+    ids = tokenizer.encode("a\u20ac\u20ac", add_special_tokens=False)
+    assert len(ids) == 7
+    chat.keep(SimpleNamespace(text="a\u20ac", token_ids=ids[:6]))
+    second = answer(chat, "x").prompt_token_ids
+    assert second[: len(first.prompt_token_ids) + 5] == [*first.prompt_token_ids, *ids[:4], EOS]
 
 
 def test_a_question_without_an_answer_is_forgotten(loaded):
@@ -352,7 +363,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     terminal.until("/help lists the commands")
     terminal.until("> ")
     terminal.send("Hello\n")
-    terminal.until("Hello\r?\n[^\n]{20}")  # the echo, and some of an answer that would go on for minutes
+    terminal.until(r"Hello\r?\n(?s:.){20}")  # the echo, and some of an answer that would go on for minutes
     terminal.send("\x03")
     terminal.until(r"finish: interrupted")
     terminal.until("> ")
@@ -363,7 +374,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     terminal.until("error: /bogus is no command")
     terminal.until("> ")
     terminal.send("More\n")
-    terminal.until("More\r?\n[^\n]{5}")
+    terminal.until(r"More\r?\n(?s:.){20}")
     terminal.send("\x03")
     assert re.search(r"prefill [3-9] tokens .*\(\d+ more were in the cache\)", terminal.until("finish: interrupted"))
     terminal.until("> ")
