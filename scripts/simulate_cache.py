@@ -13,9 +13,11 @@ as a share of Belady's, averaged over the cells that hold a token's demand (laye
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from cache_replay import Access, Belady, LookAhead, Replay, merge, schedule
 from synthetic_routes import SHAPES, WORKLOADS, Shape, route
 
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.experts.policy import DEFAULT_POLICY, POLICIES, make_policy
 from engine.experts.policy_decay import DecayedUse
 from engine.experts.route_trace import RecordedTrace
@@ -48,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ahead-reads", type=numbers, default=[2.0], help="experts the disk reads while a layer runs")
     parser.add_argument("--pin-shares", type=numbers, help="also replay the second half with pinned experts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -66,20 +69,27 @@ def candidates(args) -> dict[str, type]:
     return result
 
 
-def sources(args):
-    """Yield (name, Shape, access list)."""
+def sources(args) -> list[tuple]:
+    """What is replayed: (trace path,) or (shape name, workload name) each."""
     if args.trace:
-        for path in args.trace:
-            trace = RecordedTrace(path)
-            h = trace.header
-            shape = Shape(h.architecture, h.num_layers, h.num_experts, h.num_experts_per_tok)
-            yield path.name, shape, [merge(r.layer, h.num_experts, r.ids, r.weights) for r in trace]
-        return
-    for shape_name in args.shapes.split(","):
-        for workload_name in args.workloads.split(","):
-            shape, workload = SHAPES[shape_name], WORKLOADS[workload_name]
-            ids, weights = route(shape, workload, args.prompt + args.tokens, args.seed)
-            yield workload_name, shape, list(schedule(ids, weights, shape.num_experts, args.prompt))
+        return [(path,) for path in args.trace]
+    names = [(shape, workload) for shape in args.shapes.split(",") for workload in args.workloads.split(",")]
+    for shape, workload in names:
+        if shape not in SHAPES or workload not in WORKLOADS:
+            raise ConfigError(f"{shape}, {workload}: shapes are {', '.join(SHAPES)}; workloads {', '.join(WORKLOADS)}")
+    return names
+
+
+def accesses_of(source: tuple, args) -> tuple[str, Shape, list[Access]]:
+    """(name, shape, access list) of a source."""
+    if len(source) == 1:
+        trace = RecordedTrace(source[0])
+        h = trace.header
+        shape = Shape(h.architecture, h.num_layers, h.num_experts, h.num_experts_per_tok)
+        return source[0].name, shape, [merge(r.layer, h.num_experts, r.ids, r.weights) for r in trace]
+    shape, workload = SHAPES[source[0]], WORKLOADS[source[1]]
+    ids, weights = route(shape, workload, args.prompt + args.tokens, args.seed)
+    return workload.name, shape, list(schedule(ids, weights, shape.num_experts, args.prompt))
 
 
 def replay_all(accesses: list[Access], shape: Shape, percent: float, policies: dict[str, type]) -> dict:
@@ -189,25 +199,34 @@ def print_pinned(rows: list[dict]) -> None:
         print(f"                   {row['percent']:3.0f} %  {rates}")
 
 
+def run_source(source: tuple, args) -> dict:
+    """All cells of one source."""
+    name, shape, accesses = accesses_of(source, args)
+    cells = [replay_all(accesses, shape, percent, candidates(args)) for percent in args.capacities]
+    result = {"source": name, "shape": vars(shape), "calls_x_layers": len(accesses), "cells": cells}
+    if args.recall:
+        result["read_ahead"] = [row for p in args.capacities for row in read_ahead(accesses, shape, p, args)]
+    if args.pin_shares:
+        result["pinned"] = [pinned(accesses, shape, percent, args) for percent in args.capacities]
+    return result
+
+
 def main() -> None:
     args = parse_arguments()
-    policies, results, started = candidates(args), [], time.perf_counter()
-    for name, shape, accesses in sources(args):
-        cells = []
-        for percent in args.capacities:
-            cells.append(replay_all(accesses, shape, percent, policies))
+    names, found, results, started = list(candidates(args)), sources(args), [], time.perf_counter()
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for result in pool.map(run_source, found, [args] * len(found)):
+            results.append(result)
+            print_source(result["source"], Shape(**result["shape"]), result["cells"])
+            if args.recall:
+                print_ahead(result["read_ahead"])
+            if args.pin_shares:
+                print_pinned(result["pinned"])
             seconds = time.perf_counter() - started
-            print(f"{seconds:6.1f} s  {shape.name} {name} {percent:g} %", file=sys.stderr, flush=True)
-        result = {"source": name, "shape": vars(shape), "calls_x_layers": len(accesses), "cells": cells}
-        print_source(name, shape, cells)
-        if args.recall:
-            result["read_ahead"] = [row for p in args.capacities for row in read_ahead(accesses, shape, p, args)]
-            print_ahead(result["read_ahead"])
-        if args.pin_shares:
-            result["pinned"] = [pinned(accesses, shape, percent, args) for percent in args.capacities]
-            print_pinned(result["pinned"])
-        results.append(result)
-    table = summary(results, list(policies))
+            left = seconds / len(results) * (len(found) - len(results))
+            note = f"{len(results)} of {len(found)} replayed, {seconds:.0f} s, about {left:.0f} s left"
+            print(note, file=sys.stderr, flush=True)
+    table = summary(results, names)
     print_summary(table)
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key not in ("json", "trace")}
@@ -217,5 +236,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (EngineError, KeyError) as error:
+    except EngineError as error:
         sys.exit(f"error: {error}")
