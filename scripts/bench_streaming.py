@@ -144,6 +144,10 @@ def run_device(subject: Subject, args) -> dict:
 @contextmanager
 def loop_device(path: Path, read_ahead_kib: int):
     """A read-only loop device on the file, direct, with this read-ahead. Raises OSError with the reason."""
+    if path.stat().st_size % 512:
+        raise OSError(
+            f"{path.name} is not whole sectors of 512 bytes, so a loop device cuts it off; truncate -s %512 it"
+        )
     command = ["losetup", "--find", "--show", "--read-only", "--direct-io=on", str(path)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
@@ -222,8 +226,9 @@ def make_model(args) -> Path:
     path = args.model / f"{args.make}.gguf"
     if not path.exists():
         args.model.mkdir(parents=True, exist_ok=True)
-        options = ["--uniform-router"] if args.make == "uniform" else ["--skew", "0.5"]
+        options = ["--uniform-router"] if args.make == "uniform" else []
         subprocess.run([sys.executable, HERE / "make_big_gguf.py", path, *options], check=True, stdout=sys.stderr)
+        os.truncate(path, -(-path.stat().st_size // ALIGN_BYTES) * ALIGN_BYTES)  # whole sectors, for a loop device
     return path
 
 

@@ -88,7 +88,7 @@ def test_command_line_keeps_a_history_and_pins_by_it(model):
 def test_pinned_experts_are_loaded_first_and_stay(model, tmp_path):
     path, usage = recorded(model, tmp_path)
     want = forward(engine.load(model))
-    loaded = engine.load(model, expert_slots=7, pin=str(path))
+    loaded = engine.load(model, expert_slots=7, pin=str(path), lookahead="off")
     cache = loaded.stream.cache
     by_use = sorted(np.ndindex(LAYERS, NUM_EXPERTS), key=lambda at: (-usage.uses[at], at))[:3]
     pinned = {layer * NUM_EXPERTS + expert for layer, expert in by_use}
