@@ -3,6 +3,7 @@
 Files are written by the gguf package, logits come from the golden files of transformers, values from gguf's decoders.
 """
 
+import json
 import shutil
 
 import gguf
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_models
 from gguf import GGMLQuantizationType as Type
+from snapshot_tools import run_cli
 from test_models import GOLDEN_DIR, largest_error
 
 from engine.errors import ConfigError
@@ -195,3 +197,36 @@ def test_experts_are_recoded_when_first_used(tmp_path):
     before = loader.recoder.done_bytes
     model.forward(np.arange(64, dtype=np.int32), model.new_kv(64), 0)
     assert loader.recoder.done_bytes == before
+
+
+def test_generate_tells_what_was_recoded(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "mha_base", {"ffn": Type.Q4_0})
+    args = ["generate", "--model", path, "-n", "3", "--temperature", "0", "The router"]
+    code, _, err = run_cli(*args)
+    assert code == 0, err
+    assert "were used and re-coded" in err and "experts fast" in err
+    code, out, _ = run_cli(*args, "--json")
+    recoded = json.loads(out)["stats"]["recoded"]
+    assert code == 0 and 0 < recoded["bytes"] <= recoded["total_bytes"] == 16 * 3 * 64 * 64 // 32 * 18
+    code, out, err = run_cli(*args, "--json", "--expert-layout", "compact")
+    assert code == 0 and json.loads(out)["stats"]["recoded"] is None and "experts compact" in err
+
+
+def test_inspect_shows_formats_by_role_and_the_metadata(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "mha_base", {"ffn_down": Type.Q8_0, "ffn": Type.Q4_0, "attn": Type.Q5_1})
+    code, out, err = run_cli("inspect", "--json", "--verify", path)
+    assert code == 0, err
+    found = json.loads(out)
+    assert {role: group["formats"] for role, group in found["roles"].items()} == {
+        "embed": ["f32"], "norm": ["f32"], "attention": ["q5_1"], "router": ["f32"], "gate_up": ["q4_0"],
+        "down": ["q8_0"], "head": ["f32"],
+    }  # fmt: skip
+    assert found["kind"] == "gguf" and found["gguf"]["version"] == 3 and found["file_bytes"] == path.stat().st_size
+    metadata = found["gguf"]["metadata"]
+    assert metadata["olmoe.expert_count"] == 8
+    assert metadata["tokenizer.ggml.tokens"] == {"items": tiny_models.TOKENIZER_SIZE}
+    assert found["verified_bytes"] == sum(group["nbytes"] for group in found["roles"].values())
+    code, out, err = run_cli("inspect", "--verify", path)
+    assert code == 0 and "olmoe.expert_count = 8" in out and "all values and scales are finite" in err

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import click
 
 from ..errors import ConfigError, EngineError
-from . import _conversation, _options, _sampling, _speculation, _streaming
+from . import _conversation, _options, _recoding, _sampling, _speculation, _streaming
 from ._output import decode_utf8, note, write
 from .generate import describe_stats
 
@@ -185,6 +185,7 @@ def chat(max_tokens, chat_template, system, prompt_cache, truncate, stop, spec, 
     for line in _options.format_notes(loaded):
         note(line)
     _streaming.print_plan(loaded)
+    _recoding.watch(loaded)
     sampling, sources = _sampling.choose_sampling(loaded, options)
     note(_sampling.describe_sampling(sampling, sources))
     session, cache = _conversation.open_session(loaded, prompt_cache)

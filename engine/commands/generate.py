@@ -6,7 +6,7 @@ import sys
 import click
 
 from ..errors import ConfigError
-from . import _conversation, _options, _profile, _sampling, _speculation, _streaming
+from . import _conversation, _options, _profile, _recoding, _sampling, _speculation, _streaming
 from ._output import decode_utf8, note, read_text_file, size, write, write_json
 
 INTERRUPTED = "interrupted"
@@ -86,6 +86,7 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
             **rates,
             "spec": stats.spec and stats.spec.report(),
             "streamer": _streaming.stats(loaded),
+            "recoded": _recoding.stats(loaded),
         },
     }
 
@@ -107,6 +108,7 @@ class Run:
         for line in _options.format_notes(self.loaded):
             note(line)
         _streaming.print_plan(self.loaded)
+        _recoding.watch(self.loaded)
         sampling, self.sources = _sampling.choose_sampling(self.loaded, sampling_flags)
         note(_sampling.describe_sampling(sampling, self.sources))
         options["session"], self.cache = _conversation.open_session(self.loaded, context["prompt_cache"])
@@ -144,6 +146,7 @@ class Run:
         note(describe_stats(self.generation, reason) if self.generation is not None else f"finish: {reason}")
         if self.cache is not None:
             note(self.cache.save())
+        _recoding.print_summary(self.loaded)
         _streaming.print_summary(self.loaded)
         if self.generation is not None:
             self.profiling.finish(self.generation)
