@@ -264,6 +264,14 @@ def test_options_of_a_draw_count(model):
     assert again in texts
 
 
+def test_speculation_changes_no_text(model):
+    lines = ["a b a b a b a b", "a b a b"]
+    assert (
+        chat_with(model, *lines, options=["--spec", 4, "-n", 20]).stdout
+        == chat_with(model, *lines, options=["-n", 20]).stdout
+    )
+
+
 def test_a_model_without_a_template_says_so(tmp_path):
     assert_error(run("chat", text_in="x\n"), "no chat template", "--chat-template FILE")
     assert_error(run("generate", "x", "--chat"), "no chat template", "--chat-template FILE")

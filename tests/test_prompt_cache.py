@@ -136,6 +136,16 @@ def test_digest_tells_files_of_the_same_shape_apart(tmp_path):
     assert len(digests) == 2
 
 
+def test_draws_and_penalties_see_the_whole_text(loaded, tmp_path):
+    stored(loaded, tmp_path / "c")
+    session, _ = reopened(loaded, tmp_path / "c")
+    settings = {"temperature": 1.0, "seed": 5, "repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 1.0}
+    found = [loaded.generate(PROMPT, max_tokens=20, ignore_eos=True, session=s, **settings) for s in (session, None)]
+    assert "".join(found[0]) == "".join(found[1])
+    assert found[0].token_ids == found[1].token_ids
+    assert [g.stats.reused_tokens for g in found] == [79, 0]
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v2"])
 def test_windows_and_latent_caches(tmp_path, name):
     """A ring is stored as far as it looks back: what goes on from there is reused, what goes back further is not."""
