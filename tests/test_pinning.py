@@ -25,7 +25,7 @@ def model(tiny_snapshot, tmp_path):
     return shutil.copytree(tiny_snapshot("wide", experts="q8_0", dense="q8_0"), tmp_path / "model")
 
 
-def forward(loaded, parts=(20, *[1] * 20)):
+def forward(loaded, parts=(11, 9, *[1] * 20)):
     kv, done, rows = loaded.new_kv(), 0, []
     for size in parts:
         rows.append(loaded.model.forward(IDS[done : done + size], kv, done, logits="all").copy())
