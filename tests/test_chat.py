@@ -118,6 +118,14 @@ def test_half_a_character_at_the_end_is_not_kept(loaded):
     assert second[: len(first.prompt_token_ids) + 5] == [*first.prompt_token_ids, *ids[:4], EOS]
 
 
+def test_a_token_that_ends_inside_of_a_character_is_not_kept(loaded, monkeypatch):
+    chat = conversation(loaded)
+    monkeypatch.setattr(loaded.tokenizer, "token_bytes", lambda token: {7: b"a", 8: b"b\xe2", 9: b"\x82\xac"}[token])
+    assert chat._said(SimpleNamespace(text="a", token_ids=[7, 8])) == [7]
+    assert chat._said(SimpleNamespace(text="ab", token_ids=[7, 8])) is None
+    assert chat._said(SimpleNamespace(text="ab\u20ac", token_ids=[7, 8, 9])) == [7, 8, 9]
+
+
 def test_a_question_without_an_answer_is_forgotten(loaded):
     chat = conversation(loaded)
     next(iter(chat.ask("Hello", ignore_eos=True)))
