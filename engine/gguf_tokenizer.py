@@ -160,6 +160,8 @@ def _config(fields: _Fields, tokens: list[str], adds_bos: bool) -> dict:
         token_id = fields.token_id(key, len(tokens))
         config[f"{name}_token"] = None if token_id is None else tokens[token_id]
     config["add_bos_token"] = fields.get("add_bos_token", bool, adds_bos and config["bos_token"] is not None)
+    if config["add_bos_token"] and config["bos_token"] is None:
+        raise WeightsError(f"{fields.where}: {_PREFIX}add_bos_token is true, but there is no bos_token_id")
     config["add_eos_token"] = fields.get("add_eos_token", bool, False)
     return config
 

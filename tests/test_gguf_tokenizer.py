@@ -199,7 +199,10 @@ def test_unknown_pre_is_refused_by_name_unless_forced():
         ({"eos_token_id": len(TOKENS)}, f"eos_token_id = {len(TOKENS)}, the vocabulary has {len(TOKENS)} tokens"),
         ({"add_bos_token": 1}, "add_bos_token = 1, expected bool"),
         ({"bos_token_id": True}, "bos_token_id = True, expected int"),
-        ({"bos_token_id": None, "add_bos_token": True}, "no bos_token"),
+        (
+            {"bos_token_id": None, "add_bos_token": True},
+            r"made\.gguf: tokenizer\.ggml\.add_bos_token is true, but there is no bos_token_id",
+        ),
         ({"tokens": ["a"] * len(TOKENS)}, "holds 'a' more than once"),
     ],
 )
