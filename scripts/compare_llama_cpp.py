@@ -207,7 +207,7 @@ class Worker:
         if not line:
             status = self.process.wait()
             self._log.seek(0)
-            print(*self._log.read().splitlines()[-20:], sep="\n", file=sys.stderr)
+            print(*self._log.read().splitlines()[-3:], sep="\n", file=sys.stderr)
             raise SystemExit(f"{self.name}: the process ended with status {status}")
         return json.loads(line)
 
@@ -244,7 +244,7 @@ def equal_tokens(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int, layout: str, peer: str) -> dict:
+def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int, layout: str, peer: str, repack: bool):
     import random
 
     source = random.Random(1)
@@ -252,8 +252,10 @@ def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int
     shared = {"path": str(path), "threads": threads, "positions": prompt + tokens + 32}
     workers = [Worker(sys.executable, engine="millstream", isa=isa, layout=layout, **shared)]
     try:
-        workers.append(Worker(peer, engine="llama.cpp", repack=True, **shared))
+        workers.append(Worker(peer, engine="llama.cpp", repack=repack, **shared))
     except SystemExit as error:
+        if not repack:
+            raise
         print(f"{error}; once more without repacked weights", file=sys.stderr)
         workers.append(Worker(peer, engine="llama.cpp", repack=False, **shared))
     found: dict[str, list[dict]] = {w.name: [] for w in workers}
@@ -308,9 +310,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--expert-layout", choices=["fast", "compact"], default="fast")
     parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--no-repack", action="store_true", help="llama.cpp uses the weights as the file has them")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
-    r = compare(o.model, o.threads, o.isa, o.rounds, o.prompt, o.tokens, o.expert_layout, o.peer_python)
+    r = compare(
+        o.model, o.threads, o.isa, o.rounds, o.prompt, o.tokens, o.expert_layout, o.peer_python, not o.no_repack
+    )
     print(json.dumps(r, indent=1) if o.json else as_text(r))
 
 

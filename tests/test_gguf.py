@@ -4,7 +4,10 @@ Files are written by the gguf package, logits come from the golden files of tran
 """
 
 import json
+import re
 import shutil
+import sys
+from pathlib import Path
 
 import gguf
 import gguf_models
@@ -162,7 +165,7 @@ def first_logits(files, compact, tokens=5):
     context = Context()
     loader = WeightLoader(files, context, compact_experts=compact)
     model = family(files.architecture).Model(files.config, loader, context, 64, 64)
-    kv = model.new_kv(16)
+    kv = model.new_kv(64)
     rows = [model.forward(np.arange(tokens, dtype=np.int32), kv, 0, logits="all").copy()]
     rows.append(model.forward(np.array([9], np.int32), kv, tokens).copy())
     return loader, np.concatenate(rows)
@@ -230,3 +233,30 @@ def test_inspect_shows_formats_by_role_and_the_metadata(tmp_path):
     assert found["verified_bytes"] == sum(group["nbytes"] for group in found["roles"].values())
     code, out, err = run_cli("inspect", "--verify", path)
     assert code == 0 and "olmoe.expert_count = 8" in out and "all values and scales are finite" in err
+
+
+def mapped_bytes(path) -> int:
+    """Resident bytes of a file's mapping in this process."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_of_the_file_are_given_back(tmp_path):
+    """After an expert is re-coded, what stays of its pages is what a fault maps around its neighbours."""
+    path = tmp_path / "m.gguf"
+    config = tiny_models.hf_config("mha_base") | {"intermediate_size": 2048, "num_hidden_layers": 1}
+    gguf_models.write_gguf(path, config, {"ffn": Type.Q8_0}, seed=1)
+    files = open_model(path)
+    loader, _ = first_logits(files, False, tokens=32)
+    assert loader.recoder.done_bytes == loader.recoder.total_bytes > 3 << 20
+    assert mapped_bytes(path) < loader.recoder.total_bytes // 4
+    files.read("layers.0.mlp.experts.1.up_proj").sum()
+    before = mapped_bytes(path)
+    files.release("layers.0.mlp.experts.1.up_proj")
+    assert mapped_bytes(path) < before

@@ -3,6 +3,7 @@ FP8 checkpoints with block scales are converted, other quantized ones refused by
 
 import json
 
+import latent_and_sink_models as latent
 import numpy as np
 import pytest
 import tiny_models
@@ -12,7 +13,8 @@ from test_models import GOLDEN_DIR, largest_error
 
 from converters.hf import RoleFormats, convert
 from engine.weights import errors, open_model
-from engine.weights.quantization import _E4M3
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.quantization import _E4M3, fp8_source
 
 
 @pytest.mark.parametrize("name", ["odd", "gqa_norm", "tied"])
@@ -125,6 +127,15 @@ def test_fp8_is_dequantized_on_conversion(tmp_path):
         np.testing.assert_array_equal(got, want.astype(np.float32).reshape(-1))
 
 
+def test_fp8_rows_may_come_in_any_parts(tmp_path):
+    values = make_fp8_dir(tmp_path / "hf")
+    checkpoint, name = Checkpoint.open(tmp_path / "hf"), "model.layers.0.mlp.experts.1.gate_proj.weight"
+    source = fp8_source(checkpoint.tensors[name], checkpoint.tensors, checkpoint.config)
+    parts = [source.rows(first, last) for first, last in ((0, 5), (5, 40), (40, 64))]
+    got = np.concatenate(parts).view("<f4").reshape(64, 64)
+    np.testing.assert_array_equal(got, values[name].astype(np.float32))
+
+
 def test_fp8_is_not_run_in_place(tmp_path):
     make_fp8_dir(tmp_path / "hf")
     with pytest.raises(errors.QuantizedSourceError, match="millstream convert"):
@@ -152,3 +163,21 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
     make_fp8_dir(tmp_path / "hf", block=(32, 48), weight_block_size=[16, 48])
     with pytest.raises(errors.ShapeError, match="_scale_inv"):
         convert(tmp_path / "hf", tmp_path / "s")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "gpt_oss"])
+def test_tensors_that_a_checkpoint_arranges_otherwise(tmp_path, name):
+    """gpt-oss: fused, transposed, interleaved experts, in MXFP4 blocks or floats; in place as from a snapshot."""
+    names = {path.stem for path in latent.GOLDEN_DIR.glob("*.npz")}
+    name = next(
+        found for found in sorted(names) if found.startswith("gpt_oss") and found.endswith("mxfp4") == ("mxfp4" in name)
+    )
+    latent.checkpoint(tmp_path / "hf", name)
+    convert(tmp_path / "hf", tmp_path / "s", formats=RoleFormats(experts="f32", dense="f32"))
+    here, there = open_model(tmp_path / "hf"), open_model(tmp_path / "s")
+    assert here.made and not getattr(there, "made", None)
+    assert {r.format for r in here.tensors.values()} == {r.format for r in there.tensors.values()}
+    ids = np.arange(20, dtype=np.int32)
+    models = [load_model(files) for files in (here, there)]
+    a, b = (model.forward(ids, model.new_kv(32), 0, logits="all").copy() for model in models)
+    np.testing.assert_array_equal(a, b)

@@ -72,9 +72,9 @@ class Recoder:
             if record.layout is not None:
                 w.data = address(self.files.read(record.name))
                 continue
-            out, rows = memory[start:], address(self.files.read(record.name))
+            out, rows = memory[start:], self.files.read(record.name)
             status = lib.moe_encode(
-                context.handle, address(out), context.format(record.format), w.layout, rows, w.rows, w.cols
+                context.handle, address(out), context.format(record.format), w.layout, address(rows), w.rows, w.cols
             )
             check(status, f"re-code {record.name}")
             w.data = address(out)
@@ -110,10 +110,12 @@ class LazyExperts:
 
     def prepare(self, expert_ids: np.ndarray) -> None:
         """Re-code those of the experts that are not there yet."""
-        for e in expert_ids[self._missing[expert_ids]].tolist():
+        wanted = expert_ids[self._missing[expert_ids]].tolist()
+        for e in wanted:
             self._memory.append(self._recoder.recode(self._records[e], _matrices(self._structs[e])))
             self._missing[e] = False
-        self._complete = not self._missing.any()
+        if wanted:
+            self._complete = not self._missing.any()
 
     def regions(self) -> list[np.ndarray]:
         """The memory of the experts that are there, and the file's pages of matrices that needed no re-coding."""

@@ -17,7 +17,7 @@ import numpy as np
 from .architectures import EXPERT_PARTS, expert_matrix_name
 from .errors import MissingTensorError, TruncatedFileError, UnreadableFileError
 
-_FAULT_AROUND_BYTES = 64 << 10  # what Linux maps around a page fault in a file
+_FAULT_AROUND_BYTES = 2 << 20  # as much as Linux maps around a page fault in a file that it read in large folios
 
 
 @dataclass(frozen=True, slots=True)
