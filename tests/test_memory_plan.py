@@ -16,6 +16,7 @@ from engine.hardware import MemoryLimit, MemoryPlan
 
 GIB, MIB = 1 << 30, 1 << 20
 LAYERS, NUM_EXPERTS = 2, 64
+PROMPT = "".join(map(chr, range(33, 126)))  # wants nearly every expert
 OVERRIDES = {
     "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
     "num_experts": NUM_EXPERTS, "num_experts_per_tok": 4, "num_hidden_layers": LAYERS, "vocab_size": 320,
@@ -41,8 +42,8 @@ def cheap_weights():
 
 
 def run(snapshot, group, *options):
-    command = [sys.executable, "-m", "engine", "generate", "--model", str(snapshot), "abc", "-n", "24", "--ignore-eos"]
-    command += ["--ctx", "64", "--json", *options]
+    command = [sys.executable, "-m", "engine", "generate", "--model", str(snapshot), PROMPT, "-n", "24", "--ignore-eos"]
+    command += ["--ctx", "256", "--json", *options]
     done = run_in(group, command, timeout=120)
     assert done.returncode == 0, (done.returncode, done.stderr)
     return json.loads(done.stdout), done.stderr
@@ -94,14 +95,14 @@ def test_direct_reads_leave_the_page_cache_alone(large):
         pytest.skip("this file system keeps its pages in memory")
     import engine
 
-    loaded = engine.load(large, ctx=64, expert_slots=20, io="direct")
+    loaded = engine.load(large, ctx=256, expert_slots=20, io="direct")
     if loaded.stream.expert_files.mode != "direct":
         pytest.skip(loaded.stream.expert_files.note)
-    "".join(loaded.generate("abc", max_tokens=20, ignore_eos=True))
+    "".join(loaded.generate(PROMPT, max_tokens=20, ignore_eos=True))
     assert loaded.stream.stats()["bytes"] > 50 * MIB
     assert cached_share(file) < 0.01
-    buffered = engine.load(large, ctx=64, expert_slots=20, io="buffered")
-    "".join(buffered.generate("abc", max_tokens=20, ignore_eos=True))
+    buffered = engine.load(large, ctx=256, expert_slots=20, io="buffered")
+    "".join(buffered.generate(PROMPT, max_tokens=20, ignore_eos=True))
     assert cached_share(file) > 0.1  # the measure works
 
 

@@ -3,7 +3,9 @@ number of readers; each expert is read once per call; trouble with reads is an e
 """
 
 import dataclasses
+import errno
 import gc
+import os
 import shutil
 
 import gguf_models
@@ -16,9 +18,10 @@ import engine
 from converters.hf import RoleFormats, convert
 from engine import memory_lock
 from engine.errors import ConfigError, ExpertReadError
-from engine.experts import fitting, lookahead
+from engine.experts import files, fitting, lookahead
 from engine.hardware import status_bytes
 from engine.kernels import ffi, lib
+from engine.weights import stream_loader
 
 FORMATS = {
     "as stored": {"experts": "q8_0", "dense": "q8_0"},
@@ -126,6 +129,19 @@ def test_look_ahead_that_does_not_pay_is_switched_off():
     assert trial.verdict
 
 
+def test_only_sure_guesses_are_read_in_auto_mode(small):
+    loaded = engine.load(small, expert_slots=NUM_EXPERTS, lookahead="auto")
+    guesses = loaded.stream.cache.lookahead
+    guesses.trial.on = True
+    guesses.trial.tick = lambda now: None
+    guesses._right[:] = 0  # never right: nothing is read, however often it is predicted
+    logits(loaded)
+    assert guesses.wanted > 0 and raw_stats(loaded).speculative_bytes == 0
+    guesses._seen[:], guesses._right[:] = 1000, 1000
+    logits(loaded)
+    assert raw_stats(loaded).speculative_bytes > 0
+
+
 def test_text_is_the_same(small):
     texts = set()
     for slots in (None, *CACHES.values()):
@@ -212,6 +228,35 @@ def test_file_that_becomes_shorter_is_an_error(small, tmp_path, io):
         logits(loaded)
 
 
+def test_file_system_without_direct_reads_gets_buffered_ones(small, monkeypatch):
+    system_open = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return system_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    loaded = engine.load(small, expert_slots=3)
+    assert loaded.stream.expert_files.mode == "buffered"
+    assert any("refuses O_DIRECT" in line for line in loaded.stream.notes())
+    monkeypatch.undo()
+    assert_same(logits(loaded), logits(engine.load(small)))
+
+
+def test_direct_reads_that_return_other_bytes_are_not_used(small, monkeypatch):
+    system_read = os.preadv
+
+    def lie(descriptor, buffers, *args):
+        got = system_read(descriptor, buffers, *args)
+        buffers[0][got // 2] ^= 1
+        return got
+
+    monkeypatch.setattr(files.os, "preadv", lie)
+    opened = files.ExpertFiles(engine.load(small, expert_slots=3, io="buffered").stream.places, "auto")
+    assert opened.mode == "buffered" and "they return other bytes" in opened.note
+
+
 def test_too_few_slots_are_refused_with_the_minimum(small):
     with pytest.raises(ConfigError, match="got 1, expected 2"):
         engine.load(small, expert_slots=TOP - 1)
@@ -223,6 +268,23 @@ def test_cache_below_one_tokens_demand_is_warned_about(small):
     notes = engine.load(small, expert_slots=TOP).stream.notes()
     assert any("one token uses 2 layers x 2 = 4" in line for line in notes)
     assert not any("warning" in line for line in engine.load(small, expert_slots=4).stream.notes())
+
+
+def test_dense_weights_are_recoded_in_parts(tiny_snapshot, monkeypatch):
+    """With a part so small that every matrix takes several."""
+    path = tiny_snapshot("wide", experts="q8_0", dense="q5_0")
+    monkeypatch.setattr(stream_loader, "LOAD_CHUNK_BYTES", 3000)
+    assert any(r.layout is None and r.role == "attention" for r in engine.load(path).files.tensors.values())
+    assert_same(logits(engine.load(path, expert_slots=4)), logits(engine.load(path)))
+
+
+def test_expert_that_left_cannot_be_used_by_mistake(small):
+    loaded = engine.load(small, expert_slots=3)
+    logits(loaded)
+    cache = loaded.stream.cache
+    for key in cache.places.keys:
+        gone = cache.slot_of[key] < 0
+        assert (cache.structs[key].gate.data == ffi.NULL) == (cache.structs[key].down.data == ffi.NULL) == gone
 
 
 def test_model_that_fits_is_not_streamed(small):

@@ -1,7 +1,8 @@
 """Look-ahead: the next layer's router, asked about the present hidden state, says which experts will be wanted soon.
 
 Guessed experts are read while the disk has nothing else to do, into a few slots, and are the first to go. Whether that
-pays is measured: in auto mode stretches of decode steps with and without it are timed against each other.
+pays is measured. In auto mode only guesses that are nearly always right (by layer and by rank in the prediction) are
+read, so that few bytes are wasted, and stretches of decode steps with and without them are timed against each other.
 """
 
 import time
@@ -19,6 +20,7 @@ STRETCH = 12  # decode steps of one arm of the comparison
 STRETCHES = 4  # two of each arm
 SETTLED_STEPS = 240  # then it is measured again
 MIN_GAIN = 0.03
+CONFIDENCE = 0.9  # in auto mode a guess is read when guesses of its layer and rank were right that often
 
 
 class Trial:
@@ -29,6 +31,11 @@ class Trial:
         self.verdict = mode
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._step, self._last = 0, None
+
+    @property
+    def learning(self) -> bool:
+        """Whether predictions are made: while they are used, and while it is not decided whether they will be."""
+        return self.on or (self.mode == "auto" and self._step < STRETCH * STRETCHES)
 
     def tick(self, now: float) -> None:
         """Called once per decode step, when it begins; now: seconds."""
@@ -69,9 +76,12 @@ class LookAhead:
         self._ids = Buffer(MAX_ROWS, top, np.int32)
         self.coming: dict[int, int] = {}  # key -> slot, being read as a guess
         self.unused: dict[int, None] = {}  # guesses that arrived and were not wanted yet, oldest first
-        self._predicted: tuple[int, set[int]] | None = None  # layer, keys
+        self._predicted: tuple[int, dict[int, int]] | None = None  # layer, key -> rank
+        # Predictions by layer and rank, and those that were right; the extra counts stand for what is not known yet.
+        self._seen = np.full((1 + max(order), top), 2, np.int64)
+        self._right = np.full((1 + max(order), top), 1, np.int64)
         self._events = ffi.new("struct moe_stream_event[]", 64)
-        self.predicted = self.right = self.wanted = 0
+        self.right = self.wanted = 0
         self.used = self.wasted = 0
 
     def begin(self, layer: int, keys: list[int], num_rows: int) -> None:
@@ -82,15 +92,22 @@ class LookAhead:
         if self._predicted is not None:
             predicted_layer, predicted = self._predicted
             if predicted_layer == layer:
-                self.predicted += len(predicted)
-                self.wanted += len(keys)
-                self.right += len(predicted.intersection(keys))
+                self._score(layer, predicted, keys)
             self._predicted = None
         if self.unused:
             for key in keys:
                 if key in self.unused:
                     del self.unused[key]
                     self.used += 1
+
+    def _score(self, layer: int, predicted: dict[int, int], keys: list[int]) -> None:
+        self.wanted += len(keys)
+        wanted, seen, right = set(keys), self._seen[layer], self._right[layer]
+        for key, rank in predicted.items():
+            seen[rank] += 1
+            if key in wanted:
+                right[rank] += 1
+                self.right += 1
 
     def claim(self, missing: list[int]) -> set[int]:
         """Make guesses that are on their way and wanted now into wanted reads. Returns their keys; drops the others
@@ -106,7 +123,7 @@ class LookAhead:
     def ask(self, layers, layer: int, x, num_rows: int, busy) -> None:
         """Predict the next layer's experts from x [T, H] and ask for those that are not here."""
         following = self._next.get(layer)
-        if following is None or num_rows > MAX_ROWS or not self.trial.on or self.max_guesses < 1:
+        if following is None or num_rows > MAX_ROWS or not self.trial.learning or self.max_guesses < 1:
             return
         block = self.blocks[following]
         top = block.num_experts_per_tok
@@ -114,13 +131,23 @@ class LookAhead:
         args = (self._ids.ptr, self._weights.ptr, self._logits.ptr, num_rows, block.num_experts, top, block.router.rule)
         if lib.moe_route(layers.ctx, *args) != lib.MOE_OK:
             return
-        first = following * block.num_experts
-        ranked = [first + e for row in self._ids.array[:num_rows].T.tolist() for e in row]  # best rank first
-        keys = list(dict.fromkeys(ranked))
-        self._predicted = following, set(keys)
-        slot_of = self.cache.slot_of
-        guesses = [key for key in keys if slot_of[key] < 0 and key not in self.coming]
-        self._request(guesses[: self.max_guesses - len(self.coming)], busy.union(keys))
+        first, ranks = following * block.num_experts, {}
+        for rank, column in enumerate(self._ids.array[:num_rows].T.tolist()):  # best first
+            for expert in column:
+                ranks.setdefault(first + expert, rank)
+        self._predicted = following, ranks
+        if not self.trial.on:
+            return
+        slot_of, sure = self.cache.slot_of, self._sure(following)
+        guesses = [key for key, rank in ranks.items() if sure[rank] and slot_of[key] < 0 and key not in self.coming]
+        if guesses:
+            self._request(guesses[: self.max_guesses - len(self.coming)], busy.union(ranks))
+
+    def _sure(self, layer: int) -> list[bool]:
+        """By rank: whether guesses of this layer are right often enough to be read."""
+        if self.trial.mode == "on":
+            return [True] * self._seen.shape[1]
+        return (self._right[layer] >= CONFIDENCE * self._seen[layer]).tolist()
 
     def _request(self, keys: list[int], busy) -> None:
         for key in keys:

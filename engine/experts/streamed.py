@@ -7,6 +7,7 @@ order of arrival changes no bit. However many tokens a call has, each expert is 
 
 import numpy as np
 
+from ..errors import ExpertReadError
 from ..kernels import check, ffi, lib
 from .cache import ExpertCache
 
@@ -133,6 +134,8 @@ class StreamedExperts:
                 asked = cache.request(waiting, ())
                 del waiting[:asked]
                 in_flight += asked
+                if not in_flight:
+                    raise ExpertReadError(f"the expert cache has lost its {cache.num_slots} slots; this is a bug")
             arrived = cache.arrivals()
             in_flight -= len(arrived)
             try:
