@@ -3,6 +3,7 @@
     python scripts/bench_streaming.py MODEL.gguf --json out.json                     # all arms, some minutes
     python scripts/bench_streaming.py MODEL.gguf --json out.json --arms device,millstream --percents 50
     python scripts/bench_streaming.py --make skewed DIR ...                          # makes DIR/skewed.gguf first
+    python scripts/bench_streaming.py --json out.json --report                       # ratios and targets
 
 An arm is a process of its own in a memory cgroup of dense weights + KV + 256 MiB + PERCENT of the expert bytes; where
 no cgroup can be made it is reported as not run. The file's pages are dropped before each. Every call adds its results
@@ -55,9 +56,10 @@ UNLIMITED = ("device", "resident")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="GGUF file, or with --make the directory to put one into")
+    parser.add_argument("model", type=Path, nargs="?", help="GGUF file, or with --make the directory to put one into")
     parser.add_argument("--make", choices=("uniform", "skewed"))
     parser.add_argument("--json", type=Path, required=True, help="results are added to this file")
+    parser.add_argument("--report", action="store_true", help="only print what the JSON file holds, and the targets")
     parser.add_argument("--arms", type=lambda t: t.split(","), default=list(ARMS))
     parser.add_argument("--percents", type=lambda t: [float(p) for p in t.split(",")], default=[25, 50, 75, 100])
     parser.add_argument("--threads", type=int, help="for both engines; default: physical cores")
@@ -261,6 +263,52 @@ def show(record: dict) -> None:
     print(line + f"  ({result['tokens']} tokens after {result['warm_up']['tokens']})")
 
 
+def latest(records: list[dict]) -> dict[tuple, dict]:
+    """(arm, percent) -> result of the last run that finished."""
+    return {(r["arm"], r["percent"]): r["result"] for r in records if "tok_s" in r["result"] or "mb_s" in r["result"]}
+
+
+def report_row(percent: float, found: dict, slab_bytes: int) -> dict:
+    """The figures of one limit that have targets; None where an arm is missing."""
+    ours, resident, device = (
+        found.get(("millstream", percent)),
+        found.get(("resident", None)),
+        found.get(("device", None)),
+    )
+    peers = [found[key] for key in (("llama", percent), ("llama-128k", percent)) if key in found]
+    row = dict.fromkeys(("tok_s", "of_device", "bytes_over_misses", "hidden", "over_llama", "over_llama_as_found"))
+    if ours is None:
+        return row
+    c, row["tok_s"] = ours["counted"], ours["tok_s"]
+    if c and c["misses"]:
+        rate = c["bytes"] / c["busy_s"]
+        row["of_device"] = rate / 1e6 / device["best_mb_s"] if device else None
+        row["bytes_over_misses"] = c["bytes"] / (c["misses"] * 3 * slab_bytes)
+        if resident:
+            # 1: the time of a token without its wait is that of a token when nothing is missing.
+            row["hidden"] = (ours["seconds"] - c["wait_s"]) / ours["tokens"] * resident["tok_s"]
+    if peers:
+        row["over_llama"] = ours["tok_s"] / max(peer["tok_s"] for peer in peers)
+    if ("llama", percent) in found:
+        row["over_llama_as_found"] = ours["tok_s"] / found["llama", percent]["tok_s"]
+    return row
+
+
+def report(path: Path) -> None:
+    records = json.loads(path.read_text())
+    found, slab_bytes = latest(records), records[-1]["model"]["slab_bytes"]
+    for record in records:
+        show(record)
+    print("\nlimit    tok/s  of the device (>= 0.9)  bytes / misses' (<= 1.05)  token less wait / resident  "
+          "/ better llama.cpp (>= 2)  / llama.cpp as found")  # fmt: skip
+    for percent in sorted({percent for _, percent in found if percent is not None}):
+        row = report_row(percent, found, slab_bytes)
+        cells = ["-" if value is None else f"{value:.2f}" for value in row.values()]
+        widths = (7, 24, 27, 29, 28, 23)
+        line = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        print(f"{percent:4g} % {line}")
+
+
 def save(path: Path, record: dict) -> None:
     records = json.loads(path.read_text()) if path.exists() else []
     with AtomicFile(path) as file:
@@ -269,6 +317,9 @@ def save(path: Path, record: dict) -> None:
 
 def main() -> None:
     args = parse_arguments()
+    if args.report:
+        report(args.json)
+        return
     args.threads = args.threads or usable_cpus().count
     args.model = make_model(args) if args.make else args.model
     unknown = sorted(set(args.arms) - set(ARMS) - {"routing"})
