@@ -52,7 +52,8 @@ class Engine:
         self.tokenizer.check_vocabulary(self.model.config.vocab_size)
         self.draft = self._load_draft(options)
         if self.stream:
-            self.stream.open(self.model, self.new_kv().num_bytes, progress)
+            caches = [self.new_kv()] + ([self.draft.new_kv()] if self.draft else [])
+            self.stream.open(self.model, sum(kv.num_bytes for kv in caches), progress)
         else:
             self.read_bytes, self.locked_bytes = load_fitting(self, progress)
         self.load_s = time.perf_counter() - started

@@ -7,8 +7,10 @@ import errno
 import gc
 import os
 import shutil
+from pathlib import Path
 
 import gguf_models
+import latent_and_sink_models as family_models
 import numpy as np
 import pytest
 import tiny_models
@@ -287,6 +289,26 @@ def test_expert_that_left_cannot_be_used_by_mistake(small):
         assert (cache.structs[key].gate.data == ffi.NULL) == (cache.structs[key].down.data == ffi.NULL) == gone
 
 
+@pytest.mark.parametrize("io", ["direct", "mmap"])
+def test_files_are_closed_with_the_engine(small, io):
+    def open_files():
+        return sum(
+            "experts-0" in str(Path(entry.path).readlink())
+            for entry in os.scandir("/proc/self/fd")
+            if entry.is_symlink()
+        )
+
+    gc.collect()
+    before = open_files()
+    loaded = engine.load(small, expert_slots=6, io=io, lookahead="on")
+    fault(loaded, max_sleep_us=500, seed=1)
+    loaded.model.forward(ids()[:5], loaded.new_kv(), 0)
+    assert open_files() > before
+    del loaded
+    gc.collect()
+    assert open_files() == before
+
+
 def test_model_that_fits_is_not_streamed(small):
     assert engine.load(small).stream is None
 
@@ -368,3 +390,38 @@ def test_lock_beyond_the_limit_is_refused_before_loading(small, monkeypatch):
     for slots in (None, 5):
         with pytest.raises(ConfigError, match=r"this process may lock 0 MiB .*memlock \d+' into .*limits.conf"):
             engine.load(small, lock=True, expert_slots=slots)
+
+
+# A shared expert in some layers only, biases of experts, dense first layers, groups of experts.
+FAMILIES = ("qwen2_moe_mixed", "granitemoe", "mixtral", "gpt_oss", "deepseek_v2", "glm4_moe")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_family_can_be_streamed(tmp_path, name):
+    family_models.checkpoint(tmp_path / "hf", name)
+    convert(tmp_path / "hf", tmp_path / "out", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
+    whole = engine.load(tmp_path / "out")
+    top = whole.model.config.num_experts_per_tok
+    tokens = ids() % min(whole.model.config.vocab_size, 300)
+
+    def run(loaded):
+        kv, rows = loaded.new_kv(), []
+        for first, last in ((0, 20), (20, 21), (21, 22), (22, 30)):
+            rows.append(loaded.model.forward(tokens[first:last], kv, first, logits="all").copy())
+        return np.concatenate(rows)
+
+    want = run(whole)
+    for slots in (top, top + 3):
+        loaded = engine.load(tmp_path / "out", expert_slots=slots, lookahead="on")
+        assert_same(run(loaded), want)
+        assert loaded.stream.stats()["evictions"] > 0
+
+
+@pytest.mark.parametrize("io", ["auto", "direct"])
+def test_model_without_experts_runs_whatever_is_asked_of_the_streamer(tmp_path, io):
+    family_models.checkpoint(tmp_path / "hf", "llama")
+    convert(tmp_path / "hf", tmp_path / "out", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
+    loaded = engine.load(tmp_path / "out", io=io, ram=1.0, lock=True)
+    assert loaded.stream is None and loaded.locked_bytes > 0
+    with pytest.raises(ConfigError, match="no routed experts"):
+        engine.load(tmp_path / "out", expert_slots=4)

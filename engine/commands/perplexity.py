@@ -65,32 +65,33 @@ def report(loaded, result, token_bytes: int, data: bytes, settings: dict, second
 @_options.json_option
 def perplexity(model, text_file, ctx, stride, score, route_trace, as_json, **runtime):
     """Print the perplexity of a text, and the bits per byte of exactly the tokens that were scored."""
-    import engine
-
     from ..perplexity import DEFAULT_CTX
 
     data = read_text_file(text_file)
     text = decode_utf8(data, text_file)
     if not text:
         raise ConfigError(f"{text_file}: the text is empty")
-    loaded = engine.load(model, **runtime)
+    loaded = _streaming.load(model, **runtime)
     ctx = ctx or min(DEFAULT_CTX, loaded.max_context)
     if ctx > loaded.max_context:
         raise ConfigError(f"--ctx {ctx} exceeds the {loaded.max_context} positions this model was made for")
     note(_options.describe(loaded))
     for line in _options.format_notes(loaded):
         note(line)
+    _streaming.print_plan(loaded)
     started = time.perf_counter()
     with _options.route_trace(loaded, route_trace), _streaming.usage_history(loaded):
         result, ids = _measure(loaded, text, ctx, stride, score)
     seconds = time.perf_counter() - started
+    _streaming.print_summary(loaded)
     token_bytes = loaded.tokenizer.decode_bytes(ids, skip_special=False)
     if token_bytes != data:
         note(f"note: the tokenizer changed the text ({len(data)} bytes became {len(token_bytes)}); "
              "bits per byte count the changed text")  # fmt: skip
     if as_json:
         settings = {"ctx": ctx, "stride": stride, "score": score}
-        write_json(report(loaded, result, len(token_bytes), data, settings, seconds))
+        figures = report(loaded, result, len(token_bytes), data, settings, seconds)
+        write_json({**figures, "streamer": _streaming.stats(loaded)})
         return
     write(
         f"perplexity {result.perplexity:.4f} +/- {result.perplexity_error:.4f}\n"

@@ -30,6 +30,18 @@ class Counters:
     evictions: int = 0
 
 
+def _destroyer(files: ExpertFiles, *kept):
+    """What ends a native streamer. It holds all that reader threads look at, which must not go before they do."""
+
+    def destroy(handle):
+        lib.moe_streamer_destroy(handle)
+        files.close()
+        del kept[:]
+
+    kept = list(kept)
+    return destroy
+
+
 class ExpertCache:
     """num_slots experts in memory. policy: see engine.experts.policy_base; a key in flight is not in it."""
 
@@ -41,13 +53,9 @@ class ExpertCache:
         handle = lib.moe_streamer_create(places.table, places.num_keys, *sizes, error)
         if not handle:
             raise ExpertReadError(f"expert cache of {num_slots} x {places.slot_bytes} bytes: {text(error[0])}")
-        self.handle = ffi.gc(handle, lib.moe_streamer_destroy)
-        self._mappings = []
-        for direct, buffered, mapping in files.sources:
-            address = ffi.NULL
-            if mapping is not None:
-                self._mappings.append(ffi.from_buffer(mapping))
-                address = self._mappings[-1]
+        mappings = [ffi.NULL if mapping is None else ffi.from_buffer(mapping) for _, _, mapping in files.sources]
+        self.handle = ffi.gc(handle, _destroyer(files, places.table, mappings))
+        for (direct, buffered, _), address in zip(files.sources, mappings, strict=True):
             check(lib.moe_streamer_add_file(self.handle, direct, buffered, address), "expert file")
         self.counters = Counters()
         self.pinned: frozenset[int] = frozenset()

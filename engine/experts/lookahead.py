@@ -71,7 +71,8 @@ class LookAhead:
         self._first = order[0]
         block = blocks[order[0]]
         top, num_experts = block.num_experts_per_tok, block.num_experts
-        self.max_guesses = min(top, (cache.num_slots - top) // 2)  # the rest holds what a layer needs
+        # The rest holds what a layer needs, so that a wanted read always finds a slot.
+        self.max_guesses = min(top, max(0, cache.num_slots - len(cache.pinned) - top) // 2)
         self._logits, self._weights = Buffer(MAX_ROWS, num_experts), Buffer(MAX_ROWS, top)
         self._ids = Buffer(MAX_ROWS, top, np.int32)
         self.coming: dict[int, int] = {}  # key -> slot, being read as a guess

@@ -162,6 +162,10 @@ def plan_experts(
     others = dense + kv + memory.resident_bytes() + memory.GROWTH_BYTES + memory.PAGE_CACHE_FLOOR_BYTES
     left = budget.total_bytes - others
     made = getattr(files, "made", None)
+    if not any(record.role in memory.EXPERT_ROLES for record in files.tensors.values()):
+        if options.expert_slots is not None:
+            raise ConfigError(f"--expert-slots: {files.path} has no routed experts; leave the option out")
+        return choose_expert_layout(options.expert_layout, files, context, max(0, left)), None
     if left < 0 and options.ram is not None:
         raise ConfigError(
             f"not enough memory: {memory.gib(budget.total_bytes)} ({budget.source}), but weights other than experts "
