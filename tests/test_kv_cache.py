@@ -89,6 +89,8 @@ def test_regions_carry_a_ring_to_a_ring_of_another_size(length):
     assert target.truncate(length - 1) == length - 1  # the last position is run again for its logits
     np.testing.assert_array_equal(attender.run(target, length - 1, 2), want[:, length - 1 : length + 1])
     assert target.truncate(length + 1 - SLACK) == max(length + 1 - SLACK, 0)
+    if length > WINDOW + 2 * SLACK:  # the regions hold no more than that
+        assert target.truncate(length - SLACK - 1) == 0
 
 
 def test_running_over_lost_positions_is_refused():
