@@ -64,6 +64,13 @@ def test_logits_match_transformers(snapshot, name, kv):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_runs_in_place_with_the_same_bits(snapshot, tmp_path, name):
+    want = run(engine.load(snapshot(name)), golden(name))
+    loaded = engine.load(models.checkpoint(tmp_path / "hf", name))
+    np.testing.assert_array_equal(run(loaded, golden(name)), want)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_announced_bytes_of_keys_and_values_are_those_of_the_cache(snapshot, name):
     loaded = engine.load(snapshot(name))
     assert loaded.kv_bytes == loaded.new_kv().num_bytes
