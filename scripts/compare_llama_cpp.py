@@ -264,6 +264,8 @@ def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int
             reply = worker.ask(prompt=ids, tokens=tokens)
             if number:
                 found[worker.name].append(reply)
+            speeds = f"prefill {prompt / reply['prefill_s']:.1f}, decode {1 / statistics.median(reply['decode_s']):.1f}"
+            print(f"round {number} {worker.name}: {speeds} tok/s", file=sys.stderr)
     last = {name: replies[-1]["ids"] for name, replies in found.items()}
     phases = workers[0].ask(phases=16, token=last["millstream"][-1], position=prompt + tokens)["phases"]
     for worker in workers:
