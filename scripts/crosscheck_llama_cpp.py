@@ -3,8 +3,11 @@
 A case is a checkpoint with random weights, turned into GGUF by llama.cpp's own converter and requantized by its own
 quantizer, so names, permutations, fused experts and split tensors are exactly those of published files. Both engines
 then read that file. llama.cpp decodes greedily; millstream is fed the same tokens, once as a block and once token by
-token. Reported per file: the largest difference of a logit over the largest logit, and at how many positions both pick
-the same token (a pick counts as different only where llama.cpp's margin exceeds twice that difference).
+token. Reported per file: the difference of the logits over the largest logit, and at how many positions both pick the
+same token. float32 weights: the difference is the largest one, and must be rounding. Quantized weights: both engines
+round activations to 8 bits, by different rules, which now and then sends a token to another expert; so the figure is
+the median over the positions, both engines are compared with the float32 run of the dequantized file, and millstream
+must not be further from it than llama.cpp is.
 
 Three interpreters may be needed, since the packages are large: this one (extras of the tests), one with torch and
 transformers (extra `oracle`), one with llama-cpp-python (extra `peers`). The converter is in the source archive:
@@ -28,12 +31,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 NUM_GREEDY, CONTEXT, SEED = 64, 256, 7
 FORMATS = {"f32": None, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers of whole-file formats
-# Largest |a - b| over largest |b|. f32: two orders of float32 additions. Quantized weights are the same values in both
-# engines, but activations are rounded to 8 bits in blocks with scales of another type.
-TOLERANCE = {"f32": 2e-4, "q8_0": 5e-2, "q4_0": 5e-2}
+MAX_ERROR = 2e-4  # float32: another order of additions
+# Quantized: distance to the float32 run, ours over llama.cpp's (its scales of activations are float16).
+MAX_RATIO = 1.25
 # Rows of 128, so that every format and every kernel of llama.cpp fits.
 SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
 SIZES["shared_expert_intermediate_size"] = 128
+LATENT_SIZES = {
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 
 
 def cases() -> dict[str, dict]:
@@ -49,8 +55,15 @@ def cases() -> dict[str, dict]:
     for name, reason in UNSUPPORTED.items():
         assert name in found, (name, reason)
         del found[name]
+    for name, (changes, _) in DEVIATIONS.items():
+        found[name].update(changes)
     for config in found.values():
         config.update({key: size for key, size in SIZES.items() if key in config})
+        config.update({key: size for key, size in LATENT_SIZES.items() if config.get(key)})
+        if config["model_type"] == "deepseek_v2" and not config["q_lora_rank"]:
+            config["num_hidden_layers"] = 27  # llama.cpp knows the variant without q_a by that number
+        if config["model_type"] == "deepseek_v3":
+            config["scoring_func"] = "sigmoid"  # the converter reads a key that transformers leaves out
         config["vocab_size"] = tiny_models.TOKENIZER_SIZE
     return found
 
@@ -62,6 +75,13 @@ UNSUPPORTED = {
     "mixtral_window": "the converter records no sliding window",
     "mistral": "the converter records no sliding window",
 }
+# What a case leaves out because the two differ there on purpose, and why.
+DEVIATIONS = {
+    "gpt_oss": ({"swiglu_limit": 7.0}, "files do not record swiglu_limit, llama.cpp computes with 7"),
+    "deepseek_v2": (
+        {"n_group": 1, "topk_group": 1}, "llama.cpp judges groups by their two best experts; DeepSeek-V2 by the best",
+    ),
+}  # fmt: skip
 
 
 # ---- in the interpreter with torch: checkpoint and conversion ----
@@ -101,12 +121,22 @@ def peer(case: str, kind: str, folder: Path) -> None:
 
     source, path = folder / f"{case}.gguf", path_of(case, kind, folder)
     if path != source:
-        params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype, params.nthread, params.pure = FORMATS[kind], 1, True
-        if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params):
-            raise SystemExit("llama.cpp's quantizer refused the file")
+        requantize(llama_cpp, source, path, FORMATS[kind])
+        requantize(llama_cpp, path, exact_of(path), 0)
     tokens, logits = run_peer(llama_cpp, path)
     np.savez(folder / f"{case}-{kind}.npz", tokens=tokens, logits=logits)
+
+
+def requantize(llama_cpp, source: Path, target: Path, number: int) -> None:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.pure, params.allow_requantize = number, 1, True, True
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params):
+        raise SystemExit("llama.cpp's quantizer refused the file")
+
+
+def exact_of(path: Path) -> Path:
+    """The file with its weights dequantized to float32."""
+    return path.with_name(f"{path.stem}-exact.gguf")
 
 
 def path_of(case: str, kind: str, folder: Path) -> Path:
@@ -145,10 +175,9 @@ def prompt(vocab_size: int) -> list[int]:
 
 def check(name: str, kind: str, folder: Path, peer_python: str) -> dict:
     """Result of one file."""
-    import engine
     from engine.errors import EngineError
 
-    result = {"case": name, "format": kind, "tolerance": TOLERANCE[kind], "ok": False}
+    result = {"case": name, "format": kind, "ok": False}
     if (folder / f"{name}.error").is_file():
         return result | {"error": (folder / f"{name}.error").read_text().splitlines()[0]}
     failure = stage(peer_python, folder, "--stage", "peer", "--converter", "-", name, kind)
@@ -156,44 +185,63 @@ def check(name: str, kind: str, folder: Path, peer_python: str) -> dict:
         return result | {"error": f"llama.cpp: {failure}"}
     path = path_of(name, kind, folder)
     with np.load(folder / f"{name}-{kind}.npz") as file:
-        tokens, want = file["tokens"], file["logits"]
+        tokens, peer_logits = file["tokens"], file["logits"]
     try:
-        loaded = engine.load(path, kv="f32", ctx=CONTEXT, threads=1)
-        result |= {"architecture": loaded.files.architecture, "tokens": NUM_GREEDY}
-        block = loaded.model.forward(tokens, loaded.new_kv(), 0, logits="all").copy()
-        stepwise, kv = [], loaded.new_kv()
-        for i in range(len(tokens)):
-            stepwise.append(loaded.model.forward(tokens[i : i + 1], kv, i).copy())
+        ours, stepwise = run_ours(path, tokens)
+        exact = ours if kind == "f32" else run_ours(exact_of(path), tokens)[0]
     except EngineError as error:
         return result | {"error": f"millstream: {error}"}
-    same_bits = np.array_equal(np.concatenate(stepwise), block)
-    difference = np.abs(block.astype(np.float64) - want).max(axis=1)
-    top = np.sort(want, axis=1)[:, -2:]
-    margin = top[:, 1] - top[:, 0]
     start = len(tokens) - NUM_GREEDY - 1
-    picks = (block.argmax(axis=1) == want.argmax(axis=1))[start:-1]
-    clear = (margin > 2 * difference)[start:-1]
-    error = float(difference.max() / np.abs(want).max())
-    return result | {
-        "logits_max_difference": error,
+    picks = (ours.argmax(axis=1) == peer_logits.argmax(axis=1))[start:-1]
+    result |= {
+        "tokens": NUM_GREEDY,
         "equal_tokens": int(picks.sum()),
-        "different_where_clear": int((clear & ~picks).sum()),
-        "block_equals_steps": same_bits,
-        "ok": bool(error <= TOLERANCE[kind] and same_bits and not (clear & ~picks).any()),
+        "block_equals_steps": np.array_equal(ours, stepwise),
     }
+    if kind == "f32":
+        error = float(distances(ours, peer_logits).max())
+        fits = error <= MAX_ERROR and bool(picks.all())
+        return result | {"difference": error, "bound": MAX_ERROR, "ok": fits and result["block_equals_steps"]}
+    error, peer_error = (float(np.median(distances(x, exact))) for x in (ours, peer_logits))
+    bound = MAX_RATIO * peer_error
+    return result | {
+        "difference": float(np.median(distances(ours, peer_logits))), "error": None, "error_to_exact": error,
+        "peer_error_to_exact": peer_error, "bound": bound, "ok": error <= bound and result["block_equals_steps"],
+    }  # fmt: skip
+
+
+def run_ours(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [T, V] of the tokens as one block, and one by one."""
+    import engine
+
+    loaded = engine.load(path, kv="f32", ctx=CONTEXT, threads=1)
+    block = loaded.model.forward(tokens, loaded.new_kv(), 0, logits="all").copy()
+    kv = loaded.new_kv()
+    steps = [loaded.model.forward(tokens[i : i + 1], kv, i).copy() for i in range(len(tokens))]
+    return block, np.concatenate(steps)
+
+
+def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Per position, the largest difference over the largest logit of all."""
+    return np.abs(a.astype(np.float64) - b).max(axis=1) / np.abs(b).max()
 
 
 def report(results: list[dict]) -> None:
-    print(f"{'case':20} {'format':6} {'max diff':>9} {'bound':>7} {'equal tokens':>12}  result")
+    print(f"{'case':18} {'format':6} {'difference':>10} {'equal tokens':>12} {'to exact':>9} {'llama.cpp':>9}  result")
     for r in results:
-        if "error" in r:
-            print(f"{r['case']:20} {r['format']:6} {'':9} {'':7} {'':12}  FAILED: {r['error'][:200]}")
+        if r.get("error"):
+            print(f"{r['case']:18} {r['format']:6} {'':43}  FAILED: {r['error'][:200]}")
             continue
-        tokens = f"{r['equal_tokens']}/{r['tokens']}"
-        print(f"{r['case']:20} {r['format']:6} {r['logits_max_difference']:9.1e} {r['tolerance']:7.0e} {tokens:>12}  "
-              f"{'ok' if r['ok'] else 'FAILED'}")  # fmt: skip
+        tokens, exact = f"{r['equal_tokens']}/{r['tokens']}", ""
+        if "error_to_exact" in r:
+            exact = f"{r['error_to_exact']:9.1e} {r['peer_error_to_exact']:9.1e}"
+        print(
+            f"{r['case']:18} {r['format']:6} {r['difference']:10.1e} {tokens:>12} {exact:19}  {'ok' if r['ok'] else 'FAILED'}"
+        )
     for name, reason in UNSUPPORTED.items():
-        print(f"{name:20} not in llama.cpp: {reason}")
+        print(f"{name:18} not in llama.cpp: {reason}")
+    for name, (_, reason) in DEVIATIONS.items():
+        print(f"{name:18} differs: {reason}")
 
 
 def stage(python: str, folder: Path, *arguments: str) -> str | None:
@@ -236,7 +284,17 @@ def main() -> int:
             print(f"{name}: done", file=sys.stderr, flush=True)
     report(results)
     if args.json:
-        Path(args.json).write_text(json.dumps({"results": results, "unsupported": UNSUPPORTED}, indent=1) + "\n")
+        Path(args.json).write_text(
+            json.dumps(
+                {
+                    "results": results,
+                    "unsupported": UNSUPPORTED,
+                    "deviations": {n: why for n, (_, why) in DEVIATIONS.items()},
+                },
+                indent=1,
+            )
+            + "\n"
+        )
     return 0 if all(r["ok"] for r in results) else 1
 
 
