@@ -19,6 +19,7 @@ transformers (extra `oracle`), one with llama-cpp-python (extra `peers`). The co
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,15 @@ UNSUPPORTED = {
 }
 # What a case leaves out because the two differ there on purpose, and why.
 DEVIATIONS = {
-    "gpt_oss": ({"swiglu_limit": 7.0}, "files do not record swiglu_limit, llama.cpp computes with 7"),
+    "gpt_oss": (
+        # A theta for which the borders of the ramp are 0 and (just below) 5, rounded or not.
+        {"swiglu_limit": 7.0, "rope_parameters": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 200, "beta_fast": 32.0,
+            "beta_slow": 1.0, "rope_theta": math.exp(8 * math.log(200 / (2 * math.pi)) / 5 * (1 + 1e-6)),
+            "truncate": False,
+        }},
+        "files record neither swiglu_limit (llama.cpp: 7) nor that the YaRN ramp has unrounded borders (it rounds)",
+    ),
     "deepseek_v2": (
         {"n_group": 1, "topk_group": 1}, "llama.cpp judges groups by their two best experts; DeepSeek-V2 by the best",
     ),
@@ -235,9 +244,8 @@ def report(results: list[dict]) -> None:
         tokens, exact = f"{r['equal_tokens']}/{r['tokens']}", ""
         if "error_to_exact" in r:
             exact = f"{r['error_to_exact']:9.1e} {r['peer_error_to_exact']:9.1e}"
-        print(
-            f"{r['case']:18} {r['format']:6} {r['difference']:10.1e} {tokens:>12} {exact:19}  {'ok' if r['ok'] else 'FAILED'}"
-        )
+        verdict = "ok" if r["ok"] else "FAILED"
+        print(f"{r['case']:18} {r['format']:6} {r['difference']:10.1e} {tokens:>12} {exact:19}  {verdict}")
     for name, reason in UNSUPPORTED.items():
         print(f"{name:18} not in llama.cpp: {reason}")
     for name, (_, reason) in DEVIATIONS.items():
