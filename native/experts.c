@@ -169,7 +169,7 @@ struct experts_job {
     size_t act_x_stride[MOE_NUM_ACT];
     float *hidden;        /* [WINDOW, hidden_stride] */
     char *act_h;          /* [WINDOW] in the form of that expert's down */
-    float *up;            /* [threads, 8, hidden_stride] */
+    float *up;            /* [threads, MOE_TILE_TOKENS, hidden_stride] */
     char *spans;          /* [threads]: strips of a compact gate (or down) and, gate_span_bytes on, of its up */
     struct unit *units;
     size_t hidden_stride, act_h_stride, span_bytes, gate_span_bytes;
@@ -240,14 +240,14 @@ static void gate_up_rows(const struct experts_job *j, const struct unit *u, int 
     /* Rows as the strips count them; where those are scattered, gate and up have the same strips (expert_ok). */
     const struct moe_runs runs = runs_of_rows(gate, row0, row1), up_runs = runs_of_rows(up, row0, row1);
     const int gate_form = moe_form(j->ctx, gate), up_form = moe_form(j->ctx, up);
-    float *g[MOE_MAX_TOKENS], *v[MOE_MAX_TOKENS];
-    const void *xg[MOE_MAX_TOKENS], *xu[MOE_MAX_TOKENS];
-    for (int i = 0; i < u->count; i += MOE_MAX_TOKENS) {
-        int n = min_int(u->count - i, MOE_MAX_TOKENS);
+    float *g[MOE_TILE_TOKENS], *v[MOE_TILE_TOKENS];
+    const void *xg[MOE_TILE_TOKENS], *xu[MOE_TILE_TOKENS];
+    for (int i = 0; i < u->count; i += MOE_TILE_TOKENS) {
+        int n = min_int(u->count - i, MOE_TILE_TOKENS);
         for (int t = 0; t < n; t++) {
             size_t token = (size_t)(u->assignments[i + t] / j->num_experts_per_tok);
             g[t] = j->hidden + (size_t)(u->slot + i + t) * j->hidden_stride;
-            v[t] = j->up + ((size_t)worker * MOE_MAX_TOKENS + (size_t)t) * j->hidden_stride;
+            v[t] = j->up + ((size_t)worker * MOE_TILE_TOKENS + (size_t)t) * j->hidden_stride;
             xg[t] = j->act_x[gate_form] + token * j->act_x_stride[gate_form];
             xu[t] = j->act_x[up_form] + token * j->act_x_stride[up_form];
         }
@@ -273,10 +273,10 @@ static void down_rows(const struct experts_job *j, const struct unit *u, int wor
     const struct moe_span span = span_of_rows(j, down, row0, row1, j->spans + (size_t)worker * j->span_bytes);
     const struct moe_runs runs = runs_of_rows(down, row0, row1);
     int is_f32 = moe_form(j->ctx, down) == MOE_ACT_F32;
-    float *y[MOE_MAX_TOKENS];
-    const void *x[MOE_MAX_TOKENS];
-    for (int i = 0; i < u->count; i += MOE_MAX_TOKENS) {
-        int n = min_int(u->count - i, MOE_MAX_TOKENS);
+    float *y[MOE_TILE_TOKENS];
+    const void *x[MOE_TILE_TOKENS];
+    for (int i = 0; i < u->count; i += MOE_TILE_TOKENS) {
+        int n = min_int(u->count - i, MOE_TILE_TOKENS);
         for (int t = 0; t < n; t++) {
             size_t slot = (size_t)(u->slot + i + t);
             y[t] = j->out + (int64_t)u->assignments[i + t] * j->hidden_size;
@@ -296,6 +296,8 @@ static void down_task(void *arg, int task, int worker) {
     for (; row < end; row += step) down_rows(j, u, worker, row, min_int(row + step, end));
 }
 
+static int rows_at_once(const struct moe_layout *k) { return (int)moe_whole_strips(k, 1) * k->strip_rows; }
+
 /* Cut the pass into tasks and run both batches. */
 static void run_window(struct experts_job *j) {
     size_t gate_up = 0, down = 0;
@@ -310,7 +312,7 @@ static void run_window(struct experts_job *j) {
     for (int i = 0; i < j->num_units; i++) {
         struct unit *u = &j->units[i];
         const struct moe_expert *e = u->expert;
-        int step = max_int(e->gate.layout->strip_rows, e->up.layout->strip_rows);
+        int step = max_int(rows_at_once(e->gate.layout), rows_at_once(e->up.layout));
         size_t steps = gate_up_bytes / ((row_bytes(&e->gate) + row_bytes(&e->up)) * (size_t)step) + 1;
         size_t all_steps = ((size_t)e->gate.rows + (size_t)step - 1) / (size_t)step;
         u->rows_per_task = (int)(steps < all_steps ? steps : all_steps) * step;
@@ -318,7 +320,7 @@ static void run_window(struct experts_job *j) {
         u->first_task = tasks;
         atomic_init(&u->blocks_left, blocks);
         tasks += blocks;
-        size_t strips = down_bytes / e->down.layout->strip_bytes(e->down.cols) + 1;
+        size_t strips = moe_whole_strips(e->down.layout, down_bytes / e->down.layout->strip_bytes(e->down.cols) + 1);
         u->down_strips_per_task = strips < (size_t)moe_strips(&e->down) ? (int)strips : moe_strips(&e->down);
         u->first_down_task = down_tasks;
         down_tasks += (moe_strips(&e->down) + u->down_strips_per_task - 1) / u->down_strips_per_task;
@@ -399,7 +401,7 @@ static int run_experts(struct experts_job *j, const struct experts_call *c) {
     j->hidden_stride = moe_round64((size_t)c->rows * sizeof(float)) / sizeof(float);
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         j->act_x_stride[form] = c->forms[form] ? moe_activation_bytes(form, j->hidden_size) : 0;
-    size_t up_floats = (size_t)j->ctx->num_threads * MOE_MAX_TOKENS * j->hidden_stride;
+    size_t up_floats = (size_t)j->ctx->num_threads * MOE_TILE_TOKENS * j->hidden_stride;
     j->gate_span_bytes = c->gate_span;
     j->span_bytes = c->gate_span + c->up_span > c->down_span ? c->gate_span + c->up_span : c->down_span;
     size_t act_x_bytes = 0, span_bytes = (size_t)j->ctx->num_threads * j->span_bytes;

@@ -4,7 +4,7 @@
 #define MOE_INTERNAL_H
 #include "tables.h"
 
-enum { MOE_MAX_TOKENS = 8 };       /* tokens per kernel call */
+enum { MOE_MAX_TOKENS = 8, MOE_TILE_TOKENS = 32 }; /* tokens per call of a matmul, of a tile */
 enum { MOE_ATTENTION_CHUNK = 64 }; /* positions computed alone and merged in order; part of the arithmetic */
 
 /* Activations of one token in a quantized form, one block of memory of moe_activation_bytes:

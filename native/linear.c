@@ -143,10 +143,23 @@ struct moe_span moe_span(const struct moe_ctx *ctx, const struct moe_matrix *w, 
     return span;
 }
 
+static void multiply_tokens(const struct moe_span *s, float *const *y, const void *const *x, int n) {
+    const struct moe_layout *k = s->layout;
+    int t = 0;
+    if (k->tile && n > MOE_MAX_TOKENS && s->last - s->first >= k->strips_at_once) {
+        t = n / MOE_MAX_TOKENS * MOE_MAX_TOKENS;
+        k->tile(y, s->data, s->rows, s->cols, s->first, s->last, x, t);
+    }
+    for (int more; t < n; t += more) {
+        more = n - t < MOE_MAX_TOKENS ? n - t : MOE_MAX_TOKENS;
+        k->matmul(y + t, s->data, s->rows, s->cols, s->first, s->last, x + t, more);
+    }
+}
+
 void moe_multiply(const struct moe_span *s, float *const *y, const void *const *x, int n) {
-    float *at[MOE_MAX_TOKENS] = {0}, apart[MOE_MAX_TOKENS][MOE_SPAN_MAX_ROWS];
+    float *at[MOE_TILE_TOKENS], apart[MOE_TILE_TOKENS][MOE_SPAN_MAX_ROWS];
     for (int t = 0; t < n; t++) at[t] = s->stride ? apart[t] : y[t] + s->row0;
-    s->layout->matmul(at, s->data, s->rows, s->cols, s->first, s->last, x, n);
+    multiply_tokens(s, at, x, n);
     for (int t = 0; s->stride && t < n; t++)
         for (int r = 0; r < s->rows; r++) y[t][s->row0 + (int64_t)r * s->stride] = apart[t][r];
 }
@@ -348,8 +361,8 @@ struct linear_job {
 static void linear_group(const struct linear_job *j, const struct linear_part *p, const struct moe_span *span,
                          struct moe_runs runs, int t0, int n) {
     const struct moe_matrix *w = p->w;
-    float *y[MOE_MAX_TOKENS] = {0}, old[MOE_MAX_TOKENS][MAX_TASK_ROWS];
-    const void *x[MOE_MAX_TOKENS] = {0};
+    float *y[MOE_TILE_TOKENS], old[MOE_TILE_TOKENS][MAX_TASK_ROWS];
+    const void *x[MOE_TILE_TOKENS];
     for (int t = 0; t < n; t++) {
         y[t] = p->y + (int64_t)(t0 + t) * w->rows;
         x[t] = p->act + (size_t)(t0 + t) * p->act_stride;
@@ -380,8 +393,8 @@ static void linear_task(void *arg, int task, int worker) {
         stop = last - first < step ? last : first + step;
         struct moe_span span = moe_span(j->ctx, p->w, first, stop, j->spans + (size_t)worker * j->span_bytes);
         struct moe_runs runs = moe_runs(p->w, first, stop);
-        for (int t = t0; t < end; t += MOE_MAX_TOKENS)
-            linear_group(j, p, &span, runs, t, end - t < MOE_MAX_TOKENS ? end - t : MOE_MAX_TOKENS);
+        for (int t = t0; t < end; t += MOE_TILE_TOKENS)
+            linear_group(j, p, &span, runs, t, end - t < MOE_TILE_TOKENS ? end - t : MOE_TILE_TOKENS);
     }
 }
 
@@ -393,7 +406,7 @@ static void plan_linear(struct moe_ctx *ctx, struct linear_job *j) {
     for (int m = 0; m < j->num_parts; m++) {
         struct linear_part *p = &j->parts[m];
         int strips = moe_strips(p->w), most = MAX_TASK_ROWS / p->w->layout->strip_rows;
-        size_t per_task = task_bytes / p->w->layout->strip_bytes(p->w->cols) + 1;
+        size_t per_task = moe_whole_strips(p->w->layout, task_bytes / p->w->layout->strip_bytes(p->w->cols) + 1);
         p->strips_per_task = per_task < (size_t)most ? (int)per_task : most;
         p->strip_blocks = (strips + p->strips_per_task - 1) / p->strips_per_task;
         blocks += p->strip_blocks;

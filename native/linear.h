@@ -64,10 +64,15 @@ static inline size_t moe_span_bytes(const struct moe_ctx *ctx, const struct moe_
     return strips + (moe_span_is_float(ctx, w) ? moe_round64((size_t)w->layout->strip_rows * (size_t)w->cols * 4) : 0);
 }
 struct moe_span moe_span(const struct moe_ctx *ctx, const struct moe_matrix *w, int first, int last, void *scratch);
-/* y[t] is row 0 of the matrix; n <= MOE_MAX_TOKENS. */
+/* y[t] is row 0 of the matrix; n <= MOE_TILE_TOKENS. */
 void moe_multiply(const struct moe_span *s, float *const *y, const void *const *x, int n);
 static inline size_t moe_data_bytes(const struct moe_matrix *w) {
     return moe_matrix_bytes(w->layout, w->rows, w->cols);
+}
+/* Strips for a task: n, rounded up to what the kernel takes at once. */
+static inline size_t moe_whole_strips(const struct moe_layout *k, size_t n) {
+    size_t at_once = k->strips_at_once > 1 ? (size_t)k->strips_at_once : 1;
+    return (n + at_once - 1) / at_once * at_once;
 }
 static inline size_t moe_task_bytes(size_t total, int num_threads) {
     size_t bytes = total / (size_t)num_threads / TASKS_PER_THREAD;

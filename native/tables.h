@@ -32,6 +32,10 @@ struct moe_layout {
      * w is strip 0; y[t] is row 0 of token t; x[t] is in the layout's activation form. */
     void (*matmul)(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x,
                    int num_tokens);
+    /* NULL, or matmul for a multiple of 8 tokens up to MOE_TILE_TOKENS: the same bits for less time per token. */
+    void (*tile)(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *x,
+                 int num_tokens);
+    int strips_at_once; /* the kernel takes as many strips as one: cut matrices at multiples of it */
     /* One row back to float32, in the storage format's own rounding. `row` counts in the order of the strips: its place
      * is row % strip_rows of strip row / strip_rows. Scalar tier only. */
     void (*dequantize_row)(float *y, const void *w, int cols, int row);

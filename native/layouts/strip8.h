@@ -33,6 +33,7 @@ struct strip_spec {
     int scale;            /* enum strip_scale_kind */
     int sub;              /* span 256: columns per int8 sub-scale: 16, 32, 0: none */
     int min;              /* 1: span 32 or 256 with a minimum */
+    int unpacked;         /* set by a kernel for itself: codes are its own scratch */
     int shift;            /* the float scale counts 2^-shift times (exact: fp16 has 2^-24, float32 goes to 2^-149) */
 };
 enum strip_scale_kind { STRIP_F16, STRIP_F32, STRIP_E8M0, STRIP_E4M3 };
@@ -161,6 +162,17 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
     static void dequantize_strip_##id(float *out, const void *strip, int cols) {                                   \
         strip_dequantize(spec_##id(), out, strip, cols);                                                           \
     }
+#if MOE_TIER_ID == MOE_SCALAR
+#define STRIP_TILE(id)
+#define STRIP_TILE_FIELDS(id) .tile = 0, .strips_at_once = 1
+#else
+#define STRIP_TILE(id)                                                                                             \
+    static void tile_##id(float *const *y, const void *w, int rows, int cols, int first, int last,                 \
+                          const void *const *x, int num_tokens) {                                                  \
+        strip_tile(spec_##id(), y, w, rows, cols, first, last, x, num_tokens);                                     \
+    }
+#define STRIP_TILE_FIELDS(id) .tile = tile_##id, .strips_at_once = MAX_STRIPS
+#endif
 /* STRIP_FUNCTIONS(id, span, other fields of the strip_spec ...) */
 #define STRIP_FUNCTIONS(id, columns, ...)                                                                          \
     enum { span_##id = columns };                                                                                  \
@@ -172,9 +184,10 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
         for (int at = 0; at < num_tokens; at += head, head = num_tokens - at)                                      \
             strip_matmul(spec_##id(), y + at, w, rows, cols, first, last, x + at, head);                           \
     }                                                                                                              \
-    STRIP_DEQUANTIZE(id)
+    STRIP_DEQUANTIZE(id)                                                                                           \
+    STRIP_TILE(id)
 #define STRIP_TABLE(id)                                                                                            \
     .activation = span_##id == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32,                                               \
     .block_len = span_##id < 32 ? 32 : span_##id, .strip_rows = 8,                                                 \
-    .strip_bytes = strip_bytes_##id, .matmul = matmul_##id, STRIP_DEQUANTIZE_FIELD(id)
+    .strip_bytes = strip_bytes_##id, .matmul = matmul_##id, STRIP_TILE_FIELDS(id), STRIP_DEQUANTIZE_FIELD(id)
 #endif

@@ -7,35 +7,25 @@
  *   other tables and int8: maddubs(|w|, sign(x, w)): 2*128*127 = 32512, so every pair is widened at once. */
 #ifndef MOE_STRIP8_AVX2_H
 #define MOE_STRIP8_AVX2_H
-#include "strip8.h"
-enum { STRIP_PREFETCH_BYTES = 4096 };
-#define STRIP_UNROLL _Pragma("GCC unroll 8")
+#include "tier.h"
+typedef __m256 strip_floats;
+typedef __m256i strip_ints;
+/* STRIP_UNPACKED_BYTES per 32 columns: weights that become unsigned take half of them. */
+enum { STRIPS = 1, TILE_SETS = 1, TILE_TOKENS = 8, STRIP_UNPACKED_BYTES = 512, STRIP_START_BYTES = 32 };
+#include "strip8_x86.h"
 
-/* Activations of the call: the parts lie at the same distances in every token. */
-struct strip_x {
-    const char *q[MOE_MAX_TOKENS];
-    size_t d, sum16;
-};
-MOE_INLINE struct strip_x strip_x(struct strip_spec s, const void *const *x, int cols, int num_tokens) {
-    struct strip_x v;
-    struct moe_act_view a = moe_act_view(x[0], strip_activation(s), cols);
-    for (int t = 0; t < num_tokens; t++) v.q[t] = (const char *)x[t];
-    v.d = (size_t)((const char *)a.d - v.q[0]);
-    v.sum16 = (size_t)((const char *)a.sum16 - v.q[0]);
-    return v;
+MOE_INLINE __m256i strip_four(const char *p) { return _mm256_set1_epi32(strip_load4(p)); } /* to every lane */
+MOE_INLINE __m256 strip_float(const char *p) { return _mm256_castsi256_ps(strip_four(p)); }
+MOE_INLINE strip_floats strip_zero(void) { return _mm256_setzero_ps(); }
+MOE_INLINE void strip_store(float *y, __m256 v, int rows) {
+    float part[8];
+    _mm256_storeu_ps(rows >= 8 ? y : part, v);
+    for (int r = 0; r < rows && rows < 8; r++) y[r] = part[r];
 }
-/* Fixes where a sum is updated. Without it gcc reassociates the adds, holds many products and spills them. */
-#define STRIP_PIN(v) __asm__ volatile("" : "+x"(v))
-
-MOE_INLINE __m256i strip_four(const char *p) { /* four bytes to every lane */
-    int32_t v;
-    __builtin_memcpy(&v, p, 4);
-    return _mm256_set1_epi32(v);
-}
-MOE_INLINE __m256 strip_float(const char *p) {
-    float v;
-    __builtin_memcpy(&v, p, 4);
-    return _mm256_set1_ps(v);
+MOE_INLINE strip_ints strip_table(struct strip_spec s) {
+    if (!s.table) return _mm256_setzero_si256();
+    __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)s.table));
+    return s.reach ? _mm256_add_epi8(table, _mm256_set1_epi8((char)s.offset)) : table;
 }
 
 /* maddubs results that one int16 holds. */
@@ -46,50 +36,59 @@ MOE_INLINE int strip_pairs(struct strip_spec s) {
 /* Does a sum end with the first 16 columns of a group? */
 MOE_INLINE int strip_halves(struct strip_spec s) { return s.sub == 16 || s.span == 16; }
 
-/* The next one or two vectors of eight rows x four columns, as weights, or unsigned where the layout says so. */
-MOE_INLINE void strip_weights(struct strip_spec s, __m256i *w, const char *code, __m256i table) {
+/* Eight rows x four columns, as weights, or unsigned where the layout says so. */
+MOE_INLINE __m256i strip_bytes(struct strip_spec s, const char *code) {
+    __m256i q = _mm256_loadu_si256((const void *)code);
+    return s.reach && s.offset ? _mm256_add_epi8(q, _mm256_set1_epi8((char)s.offset)) : q;
+}
+MOE_INLINE void strip_nibbles(struct strip_spec s, __m256i *w, const char *code, __m256i table) { /* two of them */
     const __m256i low = _mm256_set1_epi8(15);
     __m256i q = _mm256_loadu_si256((const void *)code);
-    if (s.bits == 8) {
-        w[0] = s.reach && s.offset ? _mm256_add_epi8(q, _mm256_set1_epi8((char)s.offset)) : q;
-        return;
-    }
     w[0] = _mm256_and_si256(q, low);
     w[1] = _mm256_and_si256(_mm256_srli_epi16(q, 4), low);
     if (s.table) w[0] = _mm256_shuffle_epi8(table, w[0]), w[1] = _mm256_shuffle_epi8(table, w[1]);
 }
 
-/* is[t] += sub * sum of u * x (or weight * x) over halves first .. last - 1 of a group of 32 columns.
- * scale: int16 pairs (sub, sub) per row, of columns 0..15 and of 16..31. */
-MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, const char *code, struct strip_x x, size_t col, int T, int first,
-                          int last, const __m256i *scale, __m256i table) {
-    const int vectors = s.bits == 4 ? 2 : 1, per_half = s.bits == 4 ? 2 : 4, limit = strip_pairs(s);
-    __m256i sum[MOE_MAX_TOKENS];
+/* is[R * t + r] += sub * sum of u * x (or weight * x) over halves first .. last - 1 of a group of 32 columns.
+ * scale[r]: int16 pairs (sub, sub) per row, of columns 0..15 and of 16..31. */
+MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, struct strip_x x, size_t col, int T, int R,
+                          int first, int last, __m256i (*scale)[2], __m256i table) {
+    const int limit = strip_pairs(s);
+    const char *code = at.code[0];
+    __m256i sum[MOE_MAX_TOKENS], pair[2], w[TILE_SETS], sign[TILE_SETS];
     int held = 0;
-    STRIP_UNROLL for (int g = first * per_half; g < last * per_half; g++) {
-        __m256i w[2];
-        if (!(g & 1)) _mm_prefetch(code + 32 * g + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
-        strip_weights(s, w, code + 32 * g, table);
-        STRIP_UNROLL for (int k = 0; k < vectors; k++) {
-            const size_t at = col + (size_t)(4 * (vectors * g + k));
-            const int end = (g + 1) * vectors - (vectors - 1 - k) == last * per_half * vectors ||
-                            (strip_halves(s) && k == vectors - 1 && (g + 1) % per_half == 0);
-            const int widen = held + 1 == limit || end;
-            const __m256i magnitude = s.reach ? w[k] : _mm256_abs_epi8(w[k]), by = scale[g / per_half];
-            STRIP_UNROLL for (int t = 0; t < T; t++) {
-                __m256i four = strip_four(x.q[t] + at), a;
-                a = _mm256_maddubs_epi16(magnitude, s.reach ? four : _mm256_sign_epi8(four, w[k]));
-                if (held) a = _mm256_add_epi16(sum[t], a);
+    STRIP_UNROLL for (int v = 4 * first; v < 4 * last; v++) {
+        const int widen = held + 1 == limit || v + 1 == 4 * last || (strip_halves(s) && v == 3);
+        STRIP_UNROLL for (int r = 0; r < R; r++) {
+            if (s.unpacked) {
+                w[r] = _mm256_load_si256((const void *)(code + (R * v + r) * (s.reach ? 32 : 64)));
+                if (!s.reach) sign[r] = _mm256_load_si256((const void *)(code + (R * v + r) * 64 + 32));
+                continue;
+            }
+            const int byte = s.bits == 8 ? 32 * v : 16 * v;
+            if (byte % 64 == 0) _mm_prefetch(code + byte + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
+            if (s.bits == 8) pair[v & 1] = strip_bytes(s, code + byte);
+            else if (!(v & 1)) strip_nibbles(s, pair, code + byte, table);
+            sign[r] = pair[v & 1];
+            w[r] = s.reach ? sign[r] : _mm256_abs_epi8(sign[r]);
+        }
+        STRIP_UNROLL for (int t = 0; t < T; t++) {
+            const __m256i four = strip_four(x.q[t] + col + (size_t)(4 * v));
+            STRIP_UNROLL for (int r = 0; r < R; r++) {
+                __m256i a = four;
+                if (!s.reach) a = s.unpacked ? _mm256_xor_si256(a, sign[r]) : _mm256_sign_epi8(a, sign[r]);
+                a = _mm256_maddubs_epi16(w[r], a);
+                if (held) a = _mm256_add_epi16(sum[R * t + r], a);
                 if (widen) {
-                    is[t] = _mm256_add_epi32(is[t], _mm256_madd_epi16(a, by));
-                    STRIP_PIN(is[t]);
+                    is[R * t + r] = _mm256_add_epi32(is[R * t + r], _mm256_madd_epi16(a, scale[r][v / 4]));
+                    STRIP_PIN(is[R * t + r]);
                 } else {
-                    sum[t] = a;
-                    STRIP_PIN(sum[t]);
+                    sum[R * t + r] = a;
+                    STRIP_PIN(sum[R * t + r]);
                 }
             }
-            held = widen ? 0 : held + 1;
         }
+        held = widen ? 0 : held + 1;
     }
 }
 
@@ -124,125 +123,141 @@ MOE_INLINE __m256i strip_pairs8(const char *first, const char *second, int is_si
     return is_signed ? _mm256_cvtepi8_epi16(pair) : _mm256_cvtepu8_epi16(pair);
 }
 
-/* One super-block of 256 columns: exact sums of the weights (is) and of the minima (ms). */
-MOE_INLINE void strip_super(struct strip_spec s, __m256i *is, __m256i *ms, const char *scales, const char *code,
-                            struct strip_x x, size_t col, int T, __m256i table) {
-    const __m256i one = _mm256_set1_epi16(1), off = _mm256_set1_epi16((short)-s.offset);
-    for (int p = 0; p < 8; p++, col += 32, code += strip_code_stride(s)) {
-        __m256i scale[2] = {one, one}, pair = one;
-        if (s.sub) {
-            const char *a = scales + strip_sub_at(s) + (s.sub == 16 ? 16 : 8) * p, *b = s.sub == 16 ? a + 8 : a;
-            pair = strip_pairs8(a, b, 1);
-            scale[0] = s.sub == 16 ? strip_pairs8(a, a, 1) : pair;
-            scale[1] = s.sub == 16 ? strip_pairs8(b, b, 1) : pair;
+/* Sub-scales of columns 0..15 and 16..31 of sub-block group p as int16 pairs (sub, sub); `pair` as (first, second). */
+MOE_INLINE void strip_subs(struct strip_spec s, __m256i *scale, __m256i *pair, const char *scales, int p) {
+    scale[0] = scale[1] = *pair = _mm256_set1_epi16(1);
+    if (!s.sub) return;
+    const char *a = scales + strip_sub_at(s) + (s.sub == 16 ? 16 : 8) * p, *b = s.sub == 16 ? a + 8 : a;
+    *pair = strip_pairs8(a, b, 1);
+    scale[0] = s.sub == 16 ? strip_pairs8(a, a, 1) : *pair;
+    scale[1] = s.sub == 16 ? strip_pairs8(b, b, 1) : *pair;
+}
+MOE_INLINE __m256 strip_add(__m256 acc, __m256 dw, __m256 dx, __m256i is) {
+    return _mm256_fmadd_ps(dw, _mm256_mul_ps(dx, _mm256_cvtepi32_ps(is)), acc);
+}
+
+MOE_INLINE void strip_start(struct strip_spec s, __m256i *is, struct strip_at at, int T, int R) {
+    STRIP_UNROLL for (int i = 0; i < R * T; i++) {
+        is[i] = _mm256_setzero_si256();
+        if (s.unpacked && !s.reach) is[i] = _mm256_load_si256((const void *)(at.start + i % R * STRIP_START_BYTES));
+    }
+}
+
+/* One super-block of 256 columns: exact sums of the weights (is) and of the minima (ms), then the floats. */
+MOE_INLINE void strip_super(struct strip_spec s, __m256 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
+                            __m256i table) {
+    const __m256i off = _mm256_set1_epi16((short)-s.offset);
+    const size_t block = col;
+    __m256i is[MOE_MAX_TOKENS], ms[MOE_MAX_TOKENS];
+    strip_start(s, is, at, T, R);
+    STRIP_UNROLL for (int i = 0; i < R * T; i++) ms[i] = _mm256_setzero_si256();
+    for (int p = 0; p < 8; p++, col += 32, strip_next_code(s, &at, 32, R)) {
+        __m256i scale[TILE_SETS][2], pair[TILE_SETS];
+        STRIP_UNROLL for (int r = 0; r < R; r++) strip_subs(s, scale[r], &pair[r], at.scale[r], p);
+        strip_dot(s, is, at, x, col, T, R, 0, 2, scale, table);
+        if (!s.min && !(s.reach && s.offset)) continue;
+        __m256i minus[TILE_SETS], mn[TILE_SETS];
+        STRIP_UNROLL for (int r = 0; r < R; r++) {
+            const char *a = at.scale[r] + strip_min_at(s) + (s.sub == 16 ? 16 : 8) * p, *b = s.sub == 16 ? a + 8 : a;
+            if (s.min) mn[r] = strip_pairs8(a, b, 0);
+            minus[r] = s.sub ? _mm256_mullo_epi16(pair[r], off) : off;
         }
-        strip_dot(s, is, code, x, col, T, 0, 2, scale, table);
-        if (s.reach && s.offset) {
-            __m256i minus = s.sub ? _mm256_mullo_epi16(pair, off) : off;
-            STRIP_UNROLL for (int t = 0; t < T; t++) {
-                is[t] = _mm256_add_epi32(is[t], _mm256_madd_epi16(strip_four(x.q[t] + x.sum16 + col / 8), minus));
-                STRIP_PIN(is[t]);
+        STRIP_UNROLL for (int t = 0; t < T; t++) {
+            const __m256i sums = strip_four(x.q[t] + x.sum16 + col / 8);
+            STRIP_UNROLL for (int r = 0; r < R; r++) {
+                const int i = R * t + r;
+                if (s.reach && s.offset) {
+                    is[i] = _mm256_add_epi32(is[i], _mm256_madd_epi16(sums, minus[r]));
+                    STRIP_PIN(is[i]);
+                }
+                if (s.min) {
+                    ms[i] = _mm256_add_epi32(ms[i], _mm256_madd_epi16(sums, mn[r]));
+                    STRIP_PIN(ms[i]);
+                }
             }
         }
-        if (s.min) {
-            const char *a = scales + strip_min_at(s) + (s.sub == 16 ? 16 : 8) * p, *b = s.sub == 16 ? a + 8 : a;
-            __m256i mn = strip_pairs8(a, b, 0);
-            STRIP_UNROLL for (int t = 0; t < T; t++) {
-                ms[t] = _mm256_add_epi32(ms[t], _mm256_madd_epi16(strip_four(x.q[t] + x.sum16 + col / 8), mn));
-                STRIP_PIN(ms[t]);
-            }
-        }
+    }
+    __m256 dw[TILE_SETS], dmin[TILE_SETS];
+    STRIP_UNROLL for (int r = 0; r < R; r++) {
+        dw[r] = strip_scale8(s, at.scale[r]);
+        if (s.min) dmin[r] = strip_minimum8(s, at.scale[r]);
+    }
+    STRIP_UNROLL for (int i = 0; i < R * T; i++) {
+        __m256 dx = strip_float(x.q[i / R] + x.d + block / 64);
+        acc[i] = strip_add(acc[i], dw[i % R], dx, is[i]);
+        if (s.min) acc[i] = _mm256_fnmadd_ps(dmin[i % R], _mm256_mul_ps(dx, _mm256_cvtepi32_ps(ms[i])), acc[i]);
     }
 }
 
 /* 32 columns under one scale, or two halves of 16 with a scale each. */
-MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, const char *scales, const char *code, struct strip_x x,
-                            size_t col, int T, __m256i table) {
-    const __m256i one[2] = {_mm256_set1_epi16(1), _mm256_set1_epi16(1)};
+MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
+                            __m256i table) {
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i ones[TILE_SETS][2];
     const int halves = s.span == 16;
+    STRIP_UNROLL for (int r = 0; r < R; r++) ones[r][0] = ones[r][1] = one;
     STRIP_UNROLL for (int h = 0; h < 1 + halves; h++) {
         /* pairs (low, high) are the two sums of 16 columns that the offset takes in */
         const __m256i minus = _mm256_set1_epi32(!halves ? (int)((unsigned)-s.offset << 16 | ((unsigned)-s.offset & 0xffff))
                                                         : h ? (int)((unsigned)-s.offset << 16) : -s.offset & 0xffff);
-        __m256 dw = strip_scale8(s, scales + h * strip_scale_stride(s));
+        __m256 dw[TILE_SETS], m[TILE_SETS];
+        STRIP_UNROLL for (int r = 0; r < R; r++) {
+            dw[r] = strip_scale8(s, at.scale[r] + h * strip_scale_stride(s));
+            if (s.min) m[r] = strip_minimum8(s, at.scale[r]);
+        }
         __m256i is[MOE_MAX_TOKENS];
-        STRIP_UNROLL for (int t = 0; t < T; t++) is[t] = _mm256_setzero_si256();
-        strip_dot(s, is, code, x, col, T, halves ? h : 0, halves ? h + 1 : 2, one, table);
+        strip_start(s, is, at, T, R);
+        strip_dot(s, is, at, x, col, T, R, halves ? h : 0, halves ? h + 1 : 2, ones, table);
         STRIP_UNROLL for (int t = 0; t < T; t++) {
-            if (s.reach && s.offset)
-                is[t] = _mm256_add_epi32(is[t], _mm256_madd_epi16(strip_four(x.q[t] + x.sum16 + col / 8), minus));
-            __m256 dx = strip_float(x.q[t] + x.d + col / 8);
-            acc[t] = _mm256_fmadd_ps(dw, _mm256_mul_ps(dx, _mm256_cvtepi32_ps(is[t])), acc[t]);
-            if (s.min) {
-                __m256i sum = _mm256_madd_epi16(strip_four(x.q[t] + x.sum16 + col / 8), one[0]);
-                acc[t] = _mm256_fmadd_ps(strip_minimum8(s, scales), _mm256_mul_ps(dx, _mm256_cvtepi32_ps(sum)), acc[t]);
+            const __m256i sums = strip_four(x.q[t] + x.sum16 + col / 8);
+            const __m256 dx = strip_float(x.q[t] + x.d + col / 8);
+            __m256i offset = sums;
+            if (s.reach && s.offset) offset = _mm256_madd_epi16(sums, minus);
+            STRIP_UNROLL for (int r = 0; r < R; r++) {
+                const int i = R * t + r;
+                if (s.reach && s.offset) is[i] = _mm256_add_epi32(is[i], offset);
+                acc[i] = strip_add(acc[i], dw[r], dx, is[i]);
+                if (s.min) acc[i] = strip_add(acc[i], m[r], dx, _mm256_madd_epi16(sums, one));
             }
         }
     }
 }
 
-/* One strip, T tokens. */
-MOE_INLINE void strip_rows8(struct strip_spec s, float *const *y, const char *strip, int rows, int cols,
-                            struct strip_x x, int T) {
-    const char *scales = strip, *code = strip + strip_code_offset(s, cols);
-    __m256i table = _mm256_setzero_si256();
-    if (s.table) {
-        table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)s.table));
-        if (s.reach) table = _mm256_add_epi8(table, _mm256_set1_epi8((char)s.offset));
-    }
-    __m256 acc[MOE_MAX_TOKENS];
-    STRIP_UNROLL for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-    if (s.span == 256) {
-        for (size_t col = 0; col < (size_t)cols; col += 256, scales += strip_scale_stride(s), code += 8 * strip_code_stride(s)) {
-            __m256i is[MOE_MAX_TOKENS], ms[MOE_MAX_TOKENS];
-            STRIP_UNROLL for (int t = 0; t < T; t++) is[t] = ms[t] = _mm256_setzero_si256();
-            strip_super(s, is, ms, scales, code, x, col, T, table);
-            __m256 dw = strip_scale8(s, scales), dmin = _mm256_setzero_ps();
-            if (s.min) dmin = strip_minimum8(s, scales);
-            STRIP_UNROLL for (int t = 0; t < T; t++) {
-                __m256 dx = strip_float(x.q[t] + x.d + col / 64);
-                acc[t] = _mm256_fmadd_ps(dw, _mm256_mul_ps(dx, _mm256_cvtepi32_ps(is[t])), acc[t]);
-                if (s.min) acc[t] = _mm256_fnmadd_ps(dmin, _mm256_mul_ps(dx, _mm256_cvtepi32_ps(ms[t])), acc[t]);
+/* The tile's scratch. Unsigned weights: 32 bytes per four columns. Others: |w| and a mask of the negative ones, since
+ * x ^ mask = -x - 1 there, which needs no multiplier port; the sum of |w| that this loses is the start value of the
+ * block's sum. maddubs stays exact: 2 * 128 * -128 is the least int16. Only spans of 32 columns and more lack an offset. */
+MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R, __m256i table) {
+    _Static_assert(STRIP_UNPACKED_BYTES == 8 * 64, "per 32 columns");
+    const int bytes = s.reach ? 32 : 64;
+    __m256i start[TILE_SETS];
+    STRIP_UNROLL for (int r = 0; r < R; r++) start[r] = _mm256_setzero_si256();
+    for (int col = 0; col < cols; col += 32, out += R * STRIP_UNPACKED_BYTES, strip_next_code(s, &at, 32, R))
+        STRIP_UNROLL for (int r = 0; r < R; r++) {
+            const char *code = at.code[r];
+            __m256i scale[2], pair, w[2];
+            if (s.span == 256) strip_subs(s, scale, &pair, at.scale[r] + col / 256 * strip_scale_stride(s), col / 32 % 8);
+            else scale[0] = scale[1] = _mm256_set1_epi16(1);
+            STRIP_UNROLL for (int v = 0; v < 8; v++) {
+                if (s.bits == 8) w[v & 1] = strip_bytes(s, code + 32 * v);
+                else if (!(v & 1)) strip_nibbles(s, w, code + 16 * v, table);
+                char *to = out + (R * v + r) * bytes;
+                if (s.reach) {
+                    _mm256_store_si256((void *)to, w[v & 1]);
+                    continue;
+                }
+                __m256i size = _mm256_abs_epi8(w[v & 1]), mask = _mm256_cmpgt_epi8(_mm256_setzero_si256(), w[v & 1]);
+                _mm256_store_si256((void *)to, size);
+                _mm256_store_si256((void *)(to + 32), mask);
+                __m256i lost = _mm256_madd_epi16(_mm256_maddubs_epi16(size, mask), scale[v / 4]);
+                start[r] = _mm256_sub_epi32(start[r], lost);
+            }
+            if (!s.reach && (s.span != 256 || col % 256 == 224)) {
+                _mm256_store_si256((void *)starts, start[r]);
+                start[r] = _mm256_setzero_si256();
+                starts += STRIP_START_BYTES;
             }
         }
-    } else {
-        for (size_t col = 0; col < (size_t)cols; col += 32, code += strip_code_stride(s)) {
-            strip_group(s, acc, scales, code, x, col, T, table);
-            if (s.span == 16) scales += 2 * strip_scale_stride(s);
-            else if (s.span && (col + 32) % (size_t)s.span == 0) scales += strip_scale_stride(s);
-        }
-    }
-    STRIP_UNROLL for (int t = 0; t < T; t++) {
-        if (rows >= 8) {
-            _mm256_storeu_ps(y[t], acc[t]);
-        } else {
-            float part[8];
-            _mm256_storeu_ps(part, acc[t]);
-            for (int r = 0; r < rows; r++) y[t][r] = part[r];
-        }
-    }
 }
 
-MOE_INLINE void strip_range(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
-                            const void *const *x, int T) {
-    struct strip_x v = strip_x(s, x, cols, T);
-    size_t bytes = strip_size(s, cols);
-    for (int strip = first; strip < last && 8 * strip < rows; strip++) {
-        float *out[MOE_MAX_TOKENS];
-        for (int t = 0; t < T; t++) out[t] = y[t] + 8 * strip;
-        strip_rows8(s, out, (const char *)w + (size_t)strip * bytes, rows - 8 * strip, cols, v, T);
-    }
-}
-
-/* Token counts without a body of their own run as two calls: same bits, and half the code to compile. */
-MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first,
-                             int last, const void *const *x, int num_tokens) {
-    switch (num_tokens) {
-    case 1: strip_range(s, y, w, rows, cols, first, last, x, 1); break;
-    case 2: strip_range(s, y, w, rows, cols, first, last, x, 2); break;
-    case 3: strip_range(s, y, w, rows, cols, first, last, x, 3); break;
-    case 4: strip_range(s, y, w, rows, cols, first, last, x, 4); break;
-    case 8: strip_range(s, y, w, rows, cols, first, last, x, 8); break;
-    }
-}
+#include "strip8_run.h"
 #endif

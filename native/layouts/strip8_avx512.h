@@ -7,32 +7,17 @@
  * |sum u * x| <= 32 * 255 * 127 = 1036320 and the start is <= 128 * 32 * 127, far inside int32. */
 #ifndef MOE_STRIP8_AVX512_H
 #define MOE_STRIP8_AVX512_H
-#include "strip8.h"
-enum { STRIP_PREFETCH_BYTES = 4096 };
-#define STRIP_UNROLL _Pragma("GCC unroll 8")
+#include "tier.h"
+typedef __m512 strip_floats;
+typedef __m512i strip_ints;
+enum { STRIPS = 2, TILE_SETS = 2, TILE_TOKENS = 4, STRIP_UNPACKED_BYTES = 512, STRIP_START_BYTES = 0 };
+#include "strip8_x86.h"
 
-/* Activations of the call: the parts lie at the same distances in every token. */
-struct strip_x {
-    const char *q[MOE_MAX_TOKENS];
-    size_t d, sum16;
-};
-MOE_INLINE struct strip_x strip_x(struct strip_spec s, const void *const *x, int cols, int num_tokens) {
-    struct strip_x v;
-    struct moe_act_view a = moe_act_view(x[0], strip_activation(s), cols);
-    for (int t = 0; t < num_tokens; t++) v.q[t] = (const char *)x[t];
-    v.d = (size_t)((const char *)a.d - v.q[0]);
-    v.sum16 = (size_t)((const char *)a.sum16 - v.q[0]);
-    return v;
-}
-MOE_INLINE __m512i strip_four(const char *p) {
-    int32_t v;
-    __builtin_memcpy(&v, p, 4);
-    return _mm512_set1_epi32(v);
-}
-MOE_INLINE __m512 strip_float(const char *p) {
-    float v;
-    __builtin_memcpy(&v, p, 4);
-    return _mm512_set1_ps(v);
+MOE_INLINE __m512i strip_four(const char *p) { return _mm512_set1_epi32(strip_load4(p)); }
+MOE_INLINE __m512 strip_float(const char *p) { return _mm512_castsi512_ps(strip_four(p)); }
+MOE_INLINE strip_floats strip_zero(void) { return _mm512_setzero_ps(); }
+MOE_INLINE void strip_store(float *y, __m512 v, int rows) {
+    _mm512_mask_storeu_ps(y, rows >= 16 ? 0xffff : (__mmask16)((1u << rows) - 1), v);
 }
 MOE_INLINE __m512i strip_both(const char *a, const char *b) { /* 32 bytes of each strip */
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)a)),
@@ -44,29 +29,61 @@ MOE_INLINE int strip_offset(struct strip_spec s) {
     return strip_unsigned(s) ? 0 : s.bits == 8 || s.table ? 128 : s.offset;
 }
 
-/* sum[t] += sum over the columns of groups first .. last - 1 of u * x. */
-MOE_INLINE void strip_dot32(struct strip_spec s, __m512i *sum, const char *a, const char *b, struct strip_x x, size_t col,
-                            int T, __m512i table, int first, int last) {
-    const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8((char)0x80);
-    STRIP_UNROLL for (int g = first; g < last; g++) {
-        __m512i q = strip_both(a + 32 * g, b + 32 * g);
-        if (!(g & 1)) {
-            _mm_prefetch(a + 32 * g + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
-            _mm_prefetch(b + 32 * g + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
+MOE_INLINE strip_ints strip_table(struct strip_spec s) {
+    if (!s.table) return _mm512_setzero_si512();
+    return _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)s.table)), _mm512_set1_epi8((char)0x80));
+}
+
+/* Both strips x four columns as u: vector v of the eight of a group of 32 columns, or v and v + 1 of nibbles. */
+MOE_INLINE __m512i strip_bytes(struct strip_spec s, const char *a, const char *b) {
+    __m512i q = strip_both(a, b);
+    return strip_unsigned(s) ? q : _mm512_xor_si512(q, _mm512_set1_epi8((char)0x80));
+}
+MOE_INLINE void strip_nibbles(struct strip_spec s, __m512i *u, const char *a, const char *b, __m512i table) {
+    const __m512i low = _mm512_set1_epi8(15), q = strip_both(a, b);
+    u[0] = _mm512_and_si512(q, low);
+    u[1] = _mm512_and_si512(_mm512_srli_epi16(q, 4), low);
+    if (s.table) u[0] = _mm512_shuffle_epi8(table, u[0]), u[1] = _mm512_shuffle_epi8(table, u[1]);
+}
+
+/* sum[R * t + r] += sum over the columns of vectors first .. last - 1 of u * x. */
+MOE_INLINE void strip_dot(struct strip_spec s, __m512i *sum, struct strip_at at, struct strip_x x, size_t col, int T, int R,
+                          __m512i table, int first, int last) {
+    const char *a = at.code[0], *b = at.code[1];
+    __m512i pair[2], u[TILE_SETS];
+    STRIP_UNROLL for (int v = first; v < last; v++) {
+        const int byte = s.bits == 8 ? 32 * v : 16 * v;
+        if (s.unpacked) STRIP_UNROLL for (int r = 0; r < R; r++)
+            u[r] = _mm512_load_si512((const void *)(a + 64 * (R * v + r)));
+        if (!s.unpacked) {
+            if (byte % 64 == 0) {
+                _mm_prefetch(a + byte + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
+                _mm_prefetch(b + byte + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
+            }
+            if (s.bits == 8) pair[v & 1] = strip_bytes(s, a + byte, b + byte);
+            else if (!(v & 1)) strip_nibbles(s, pair, a + byte, b + byte, table);
+            u[0] = pair[v & 1];
         }
-        if (s.bits == 8) {
-            if (!strip_unsigned(s)) q = _mm512_xor_si512(q, flip);
-            STRIP_UNROLL for (int t = 0; t < T; t++)
-                sum[t] = _mm512_dpbusd_epi32(sum[t], q, strip_four(x.q[t] + col + 4 * g));
-            continue;
-        }
-        __m512i lo = _mm512_and_si512(q, low), hi = _mm512_and_si512(_mm512_srli_epi16(q, 4), low);
-        if (s.table) lo = _mm512_shuffle_epi8(table, lo), hi = _mm512_shuffle_epi8(table, hi);
         STRIP_UNROLL for (int t = 0; t < T; t++) {
-            sum[t] = _mm512_dpbusd_epi32(sum[t], lo, strip_four(x.q[t] + col + 8 * g));
-            sum[t] = _mm512_dpbusd_epi32(sum[t], hi, strip_four(x.q[t] + col + 8 * g + 4));
+            const __m512i four = strip_four(x.q[t] + col + (size_t)(4 * v));
+            STRIP_UNROLL for (int r = 0; r < R; r++) sum[R * t + r] = _mm512_dpbusd_epi32(sum[R * t + r], u[r], four);
         }
     }
+}
+
+/* The tile's scratch: u, 64 bytes per four columns. */
+MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R, __m512i table) {
+    (void)starts;
+    for (int col = 0; col < cols; col += 32, out += R * STRIP_UNPACKED_BYTES, strip_next_code(s, &at, 32, R))
+        STRIP_UNROLL for (int r = 0; r < R; r++) {
+            const char *a = at.code[2 * r], *b = at.code[2 * r + 1];
+            __m512i u[2];
+            STRIP_UNROLL for (int v = 0; v < 8; v++) {
+                if (s.bits == 8) u[v & 1] = strip_bytes(s, a + 32 * v, b + 32 * v);
+                else if (!(v & 1)) strip_nibbles(s, u, a + 16 * v, b + 16 * v, table);
+                _mm512_store_si512((void *)(out + 64 * (R * v + r)), u[v & 1]);
+            }
+        }
 }
 
 /* Sub-scales of both strips. */
@@ -113,120 +130,85 @@ MOE_INLINE __m512 strip_scale16(struct strip_spec s, const char *a, const char *
     return s.shift ? _mm512_mul_ps(d, _mm512_set1_ps(1.0f / (float)(1 << s.shift))) : d;
 }
 
-/* One super-block of 256 columns: exact sums of the weights (is) and of the minima (ms). */
-MOE_INLINE void strip_super(struct strip_spec s, __m512i *is, __m512i *ms, const char *a, const char *b, const char *ca,
-                            const char *cb, struct strip_x x, size_t col, int T, __m512i table) {
-    const int groups = strip_code_stride(s) / 32, halves = s.sub == 16 ? 2 : 1;
-    const __m512i minus = _mm512_set1_epi16((short)-strip_offset(s));
-    for (int p = 0; p < 8; p++, col += 32, ca += strip_code_stride(s), cb += strip_code_stride(s)) {
+MOE_INLINE __m512 strip_add(__m512 acc, __m512 dw, __m512 dx, __m512i is) {
+    return _mm512_fmadd_ps(dw, _mm512_mul_ps(dx, _mm512_cvtepi32_ps(is)), acc);
+}
+
+/* sum[R * t + r] of half h of 32 columns, or of all of them, begins with what takes the offset off. */
+MOE_INLINE void strip_begin(struct strip_spec s, __m512i *sum, struct strip_x x, size_t col, int T, int R, int halves, int h) {
+    const __m512i minus = _mm512_set1_epi16((short)-strip_offset(s)), zero = _mm512_setzero_si512();
+    STRIP_UNROLL for (int t = 0; t < T; t++) {
+        const char *sum16 = x.q[t] + x.sum16 + col / 8;
+        __m512i first = zero;
+        if (halves == 2) first = strip_start16(s, sum16 + 2 * h);
+        else if (strip_offset(s)) first = _mm512_dpwssd_epi32(zero, minus, strip_four(sum16));
+        STRIP_UNROLL for (int r = 0; r < R; r++) sum[R * t + r] = first;
+    }
+}
+
+/* One super-block of 256 columns: exact sums of the weights (is) and of the minima (ms), then the floats. */
+MOE_INLINE void strip_super(struct strip_spec s, __m512 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
+                            __m512i table) {
+    const int halves = s.sub == 16 ? 2 : 1;
+    const size_t block = col;
+    __m512i is[MOE_MAX_TOKENS], ms[MOE_MAX_TOKENS];
+    STRIP_UNROLL for (int i = 0; i < R * T; i++) is[i] = ms[i] = _mm512_setzero_si512();
+    for (int p = 0; p < 8; p++, col += 32, strip_next_code(s, &at, 32, R)) {
         STRIP_UNROLL for (int h = 0; h < halves; h++) {
-            __m512i sum[MOE_MAX_TOKENS];
-            STRIP_UNROLL for (int t = 0; t < T; t++) {
-                const char *sum16 = x.q[t] + x.sum16 + col / 8;
-                if (halves == 2) sum[t] = strip_start16(s, sum16 + 2 * h);
-                else if (strip_offset(s)) sum[t] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), minus, strip_four(sum16));
-                else sum[t] = _mm512_setzero_si512();
-            }
-            strip_dot32(s, sum, ca, cb, x, col, T, table, h * groups / halves, (h + 1) * groups / halves);
-            const int at = strip_sub_at(s) + 8 * (halves * p + h);
-            const __m512i sub = s.sub ? strip_sub8(a + at, b + at) : _mm512_setzero_si512();
-            STRIP_UNROLL for (int t = 0; t < T; t++)
-                is[t] = _mm512_add_epi32(is[t], s.sub ? _mm512_mullo_epi32(sum[t], sub) : sum[t]);
+            __m512i sum[MOE_MAX_TOKENS], sub[TILE_SETS];
+            strip_begin(s, sum, x, col, T, R, halves, h);
+            strip_dot(s, sum, at, x, col, T, R, table, h * 8 / halves, (h + 1) * 8 / halves);
+            const int from = strip_sub_at(s) + 8 * (halves * p + h);
+            if (s.sub) STRIP_UNROLL for (int r = 0; r < R; r++)
+                sub[r] = strip_sub8(at.scale[2 * r] + from, at.scale[2 * r + 1] + from);
+            STRIP_UNROLL for (int i = 0; i < R * T; i++)
+                is[i] = _mm512_add_epi32(is[i], s.sub ? _mm512_mullo_epi32(sum[i], sub[i % R]) : sum[i]);
         }
         if (s.min) {
-            const int at = strip_min_at(s) + 8 * halves * p;
-            const __m512i mn = strip_mins(a + at, b + at, halves == 2 ? 8 : 0);
-            STRIP_UNROLL for (int t = 0; t < T; t++)
-                ms[t] = _mm512_dpwssd_epi32(ms[t], mn, strip_four(x.q[t] + x.sum16 + col / 8));
+            const int from = strip_min_at(s) + 8 * halves * p;
+            __m512i mn[TILE_SETS];
+            STRIP_UNROLL for (int r = 0; r < R; r++)
+                mn[r] = strip_mins(at.scale[2 * r] + from, at.scale[2 * r + 1] + from, halves == 2 ? 8 : 0);
+            STRIP_UNROLL for (int i = 0; i < R * T; i++)
+                ms[i] = _mm512_dpwssd_epi32(ms[i], mn[i % R], strip_four(x.q[i / R] + x.sum16 + col / 8));
         }
+    }
+    __m512 dw[TILE_SETS], dmin[TILE_SETS];
+    STRIP_UNROLL for (int r = 0; r < R; r++) {
+        dw[r] = strip_scale16(s, at.scale[2 * r], at.scale[2 * r + 1]);
+        if (s.min) dmin[r] = strip_half16(at.scale[2 * r] + 16, at.scale[2 * r + 1] + 16);
+    }
+    STRIP_UNROLL for (int i = 0; i < R * T; i++) {
+        __m512 dx = strip_float(x.q[i / R] + x.d + block / 64);
+        acc[i] = strip_add(acc[i], dw[i % R], dx, is[i]);
+        if (s.min) acc[i] = _mm512_fnmadd_ps(dmin[i % R], _mm512_mul_ps(dx, _mm512_cvtepi32_ps(ms[i])), acc[i]);
     }
 }
 
 /* 32 columns under one scale, or two halves of 16 with a scale each. */
-MOE_INLINE void strip_group(struct strip_spec s, __m512 *acc, const char *a, const char *b, const char *ca, const char *cb,
-                            struct strip_x x, size_t col, int T, __m512i table) {
-    const int groups = strip_code_stride(s) / 32, halves = s.span == 16 ? 2 : 1;
-    const __m512i minus = _mm512_set1_epi16((short)-strip_offset(s)), one = _mm512_set1_epi16(1);
+MOE_INLINE void strip_group(struct strip_spec s, __m512 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
+                            __m512i table) {
+    const int halves = s.span == 16 ? 2 : 1, bytes = 8 * strip_scale_bytes(s);
+    const __m512i one = _mm512_set1_epi16(1), zero = _mm512_setzero_si512();
     STRIP_UNROLL for (int h = 0; h < halves; h++) {
         __m512i sum[MOE_MAX_TOKENS];
-        __m512 dw = strip_scale16(s, a + h * strip_scale_stride(s), b + h * strip_scale_stride(s)), m = _mm512_setzero_ps();
-        if (s.min) m = strip_half16(a + 8 * strip_scale_bytes(s), b + 8 * strip_scale_bytes(s));
-        STRIP_UNROLL for (int t = 0; t < T; t++) {
-            const char *sum16 = x.q[t] + x.sum16 + col / 8;
-            if (halves == 2) sum[t] = strip_start16(s, sum16 + 2 * h);
-            else if (strip_offset(s)) sum[t] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), minus, strip_four(sum16));
-            else sum[t] = _mm512_setzero_si512();
+        __m512 dw[TILE_SETS], m[TILE_SETS];
+        STRIP_UNROLL for (int r = 0; r < R; r++) {
+            const char *a = at.scale[2 * r] + h * strip_scale_stride(s), *b = at.scale[2 * r + 1] + h * strip_scale_stride(s);
+            dw[r] = strip_scale16(s, a, b);
+            if (s.min) m[r] = strip_half16(a + bytes, b + bytes);
         }
-        strip_dot32(s, sum, ca, cb, x, col, T, table, h * groups / halves, (h + 1) * groups / halves);
-        STRIP_UNROLL for (int t = 0; t < T; t++) {
-            __m512 dx = strip_float(x.q[t] + x.d + col / 8);
-            acc[t] = _mm512_fmadd_ps(dw, _mm512_mul_ps(dx, _mm512_cvtepi32_ps(sum[t])), acc[t]);
-            if (s.min) {
-                __m512i total = _mm512_dpwssd_epi32(_mm512_setzero_si512(), one, strip_four(x.q[t] + x.sum16 + col / 8));
-                acc[t] = _mm512_fmadd_ps(m, _mm512_mul_ps(dx, _mm512_cvtepi32_ps(total)), acc[t]);
-            }
+        strip_begin(s, sum, x, col, T, R, halves, h);
+        strip_dot(s, sum, at, x, col, T, R, table, h * 8 / halves, (h + 1) * 8 / halves);
+        STRIP_UNROLL for (int i = 0; i < R * T; i++) {
+            __m512 dx = strip_float(x.q[i / R] + x.d + col / 8);
+            acc[i] = strip_add(acc[i], dw[i % R], dx, sum[i]);
+            if (!s.min) continue;
+            __m512i total = _mm512_dpwssd_epi32(zero, one, strip_four(x.q[i / R] + x.sum16 + col / 8));
+            acc[i] = strip_add(acc[i], m[i % R], dx, total);
         }
     }
 }
 
-/* Strips at a and b (the same one twice at an odd end), T tokens. */
-MOE_INLINE void strip_rows16(struct strip_spec s, float *const *y, const char *a, const char *b, int rows, int cols,
-                             struct strip_x x, int T) {
-    const int stride = strip_scale_stride(s), code = strip_code_stride(s);
-    const char *ca = a + strip_code_offset(s, cols), *cb = b + strip_code_offset(s, cols);
-    __m512i table = _mm512_setzero_si512();
-    if (s.table)
-        table = _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)s.table)), _mm512_set1_epi8((char)0x80));
-    __m512 acc[MOE_MAX_TOKENS];
-    STRIP_UNROLL for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
-    if (s.span == 256) {
-        for (size_t col = 0; col < (size_t)cols; col += 256, a += stride, b += stride, ca += 8 * code, cb += 8 * code) {
-            __m512i is[MOE_MAX_TOKENS], ms[MOE_MAX_TOKENS];
-            STRIP_UNROLL for (int t = 0; t < T; t++) is[t] = ms[t] = _mm512_setzero_si512();
-            strip_super(s, is, ms, a, b, ca, cb, x, col, T, table);
-            __m512 dw = strip_scale16(s, a, b), dmin = _mm512_setzero_ps();
-            if (s.min) dmin = strip_half16(a + 16, b + 16);
-            STRIP_UNROLL for (int t = 0; t < T; t++) {
-                __m512 dx = strip_float(x.q[t] + x.d + col / 64);
-                acc[t] = _mm512_fmadd_ps(dw, _mm512_mul_ps(dx, _mm512_cvtepi32_ps(is[t])), acc[t]);
-                if (s.min) acc[t] = _mm512_fnmadd_ps(dmin, _mm512_mul_ps(dx, _mm512_cvtepi32_ps(ms[t])), acc[t]);
-            }
-        }
-    } else {
-        for (size_t col = 0; col < (size_t)cols; col += 32, ca += code, cb += code) {
-            strip_group(s, acc, a, b, ca, cb, x, col, T, table);
-            int step = s.span == 16 ? 2 * stride : s.span && (col + 32) % (size_t)(s.span ? s.span : 1) == 0 ? stride : 0;
-            a += step;
-            b += step;
-        }
-    }
-    __mmask16 mask = rows >= 16 ? 0xffff : (__mmask16)((1u << rows) - 1);
-    STRIP_UNROLL for (int t = 0; t < T; t++) _mm512_mask_storeu_ps(y[t], mask, acc[t]);
-}
-
-MOE_INLINE void strip_range(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
-                            const void *const *x, int T) {
-    struct strip_x v = strip_x(s, x, cols, T);
-    size_t bytes = strip_size(s, cols);
-    if (rows > 8 * last) rows = 8 * last;
-    for (int strip = first; strip < last && 8 * strip < rows; strip += 2) {
-        float *out[MOE_MAX_TOKENS];
-        const char *a = (const char *)w + (size_t)strip * bytes;
-        int left = rows - 8 * strip;
-        for (int t = 0; t < T; t++) out[t] = y[t] + 8 * strip;
-        strip_rows16(s, out, a, left > 8 ? a + bytes : a, left, cols, v, T);
-    }
-}
-
-/* Token counts without a body of their own run as two calls: same bits, and half the code to compile. */
-MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first,
-                             int last, const void *const *x, int num_tokens) {
-    switch (num_tokens) {
-    case 1: strip_range(s, y, w, rows, cols, first, last, x, 1); break;
-    case 2: strip_range(s, y, w, rows, cols, first, last, x, 2); break;
-    case 3: strip_range(s, y, w, rows, cols, first, last, x, 3); break;
-    case 4: strip_range(s, y, w, rows, cols, first, last, x, 4); break;
-    case 8: strip_range(s, y, w, rows, cols, first, last, x, 8); break;
-    }
-}
+#include "strip8_run.h"
 #endif
