@@ -80,5 +80,4 @@ MOE_EXPORT_LAYOUT(nib8_iq2_xxs, STRIP_TABLE(iq2_xxs));
 MOE_EXPORT_LAYOUT(nib8_iq2_s, STRIP_TABLE(iq2_s));
 MOE_EXPORT_LAYOUT(nib8_iq3_xxs, STRIP_TABLE(iq3_xxs));
 MOE_EXPORT_LAYOUT(nib8_iq3_s, STRIP_TABLE(iq3_s));
-MOE_EXPORT_LAYOUT(nib8_e8_iq3, .activation = MOE_ACT_Q8_256_ROTATED, .block_len = 256, .strip_rows = 8,
-                  .strip_bytes = strip_bytes_e8_iq3, .matmul = matmul_e8_iq3, STRIP_DEQUANTIZE_FIELD(e8_iq3));
+MOE_EXPORT_LAYOUT(nib8_e8_iq3, STRIP_TABLE(e8_iq3), .activation = MOE_ACT_Q8_256_ROTATED);

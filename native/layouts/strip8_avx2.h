@@ -226,6 +226,7 @@ MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, struct strip_at at
 /* The tile's scratch. Unsigned weights: 32 bytes per four columns. Others: |w| and a mask of the negative ones, since
  * x ^ mask = -x - 1 there, which needs no multiplier port; the sum of |w| that this loses is the start value of the
  * block's sum. maddubs stays exact: 2 * 128 * -128 is the least int16. Only spans of 32 columns and more lack an offset. */
+MOE_INLINE int strip_unpacks(struct strip_spec s) { return s.bits == 4 || !s.reach; }
 MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R, __m256i table) {
     _Static_assert(STRIP_UNPACKED_BYTES == 8 * 64, "per 32 columns");
     const int bytes = s.reach ? 32 : 64;

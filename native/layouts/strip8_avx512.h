@@ -72,6 +72,7 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m512i *sum, struct strip_at at,
 }
 
 /* The tile's scratch: u, 64 bytes per four columns. */
+MOE_INLINE int strip_unpacks(struct strip_spec s) { return s.bits == 4 || s.bits == 8; }
 MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R, __m512i table) {
     (void)starts;
     for (int col = 0; col < cols; col += 32, out += R * STRIP_UNPACKED_BYTES, strip_next_code(s, &at, 32, R))

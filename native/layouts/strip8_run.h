@@ -62,6 +62,10 @@ struct strip_scratch {
 MOE_INLINE void strip_tile(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
                            const void *const *x, int num_tokens) {
     enum { R = TILE_SETS, T = TILE_TOKENS };
+    if (!strip_unpacks(s)) { /* codes that are used as they lie */
+        for (int t = 0; t < num_tokens; t += 8) strip_matmul(s, y + t, w, rows, cols, first, last, x + t, 8);
+        return;
+    }
     struct strip_scratch m;
     struct strip_spec ready = s;
     ready.unpacked = 1;

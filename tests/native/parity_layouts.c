@@ -351,6 +351,29 @@ static void check_matmul(struct parity *p, const struct moe_layout *l, const voi
     }
 }
 
+/* The tile on as many tokens as it takes: those of the test over and over, in another company each time. */
+static void check_tile(struct parity *p, const struct moe_layout *l, const void *const *x, int rows, int cols, int first, int last) {
+    static float results[MOE_TILE_TOKENS][MAX_ROWS + 2 * PARITY_GUARD + 1];
+    float *y[MOE_TILE_TOKENS];
+    const void *many[MOE_TILE_TOKENS];
+    int from = first * l->strip_rows, to = last * l->strip_rows < rows ? last * l->strip_rows : rows;
+    for (int tokens = 8; tokens <= MOE_TILE_TOKENS; tokens += tokens == 8 ? 16 : 8) {
+        parity_where(p, "cols", cols, "rows", rows, "tokens of the tile", tokens);
+        for (int t = 0; t < tokens; t++) {
+            many[t] = x[(3 * t + t / 8) % TOKENS];
+            parity_poison(y[t] = results[t] + PARITY_GUARD + 1, (size_t)rows);
+        }
+        if (l->tile) l->tile(y, strips_got, rows, cols, first, last, many, tokens);
+        else for (int t = 0; t < tokens; t += 8) l->matmul(y + t, strips_got, rows, cols, first, last, many + t, 8);
+        for (int t = 0; t < tokens; t++) {
+            const float *w = want[(3 * t + t / 8) % TOKENS];
+            parity_untouched(p, y[t] - PARITY_GUARD, (size_t)(PARITY_GUARD + from), "wrote before the rows asked for");
+            parity_untouched(p, y[t] + to, (size_t)(PARITY_GUARD + rows - to), "wrote past the rows asked for");
+            parity_words(p, (const uint32_t *)(const void *)(y[t] + from), (const uint32_t *)(const void *)(w + from), (size_t)(to - from));
+        }
+    }
+}
+
 /* The reference is the scalar kernel on one token at a time, so equality also proves that the width does not matter. */
 static void check_layout(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const struct moe_format *f, int kind, int cols) {
     const void *x[TOKENS];
@@ -373,6 +396,8 @@ static void check_layout(struct parity *p, const struct moe_layout *ref, const s
     for (int r = 0; r < LENGTH(rows_list); r++) {
         int rows = rows_list[r], num_strips = (rows + ref->strip_rows - 1) / ref->strip_rows;
         encode_rows(strips_got, f, ref, rows_in, rows, cols);
+        check_tile(p, l, x, rows, cols, 0, num_strips);
+        if (num_strips > 1) check_tile(p, l, x, rows, cols, 1, num_strips);
         for (int k = 0; k < LENGTH(tokens_list); k++) {
             parity_where(p, kind_label[kind], cols, "rows", rows, "tokens", tokens_list[k]);
             check_matmul(p, l, x, rows, cols, tokens_list[k], 0, num_strips);
