@@ -1,23 +1,25 @@
-"""Time of one kernel call per layout, tier and number of tokens, in cache and streamed from memory.
+"""Speed of the kernels, one thread, against ggml's dot products on the same storage bytes, with targets.
 
-The timing window holds matmul calls on ready strips and activations, on one thread; encoding, activation quantization
-and Python's share (a few microseconds per window, amortised over its calls) are outside or negligible. Every arm is
-run once per round, in rotated order; figures are medians over rounds with the fastest round and the quartiles beside
-them. The clock is the thread's own CPU time, so that a busy machine's scheduler does not count; its memory traffic and
-shared caches still do. Ratios between arms of one run are meaningful, absolute times of a shared machine are not.
+Per format: kernel calls on strips in cache (1, 2, 3, 4, 8 tokens and the tile of many), one token streamed from memory,
+the codec, and sums of codec and kernel (compact strips). All arms of a table take turns in rotated order; figures are
+medians with the quartiles' half distance beside them, on the thread's own CPU time. Ratios hold within a run; a shared
+machine's absolute times do not. Reference formats run in every table, so that a piece of the list stands alone:
 
-    python scripts/bench_kernels.py                                   # every layout, best two tiers
-    python scripts/bench_kernels.py --layouts nib8_iq4_xs --tiers avx2 --csv out.csv
-    python scripts/bench_kernels.py --ggml-cpu path/to/libggml-cpu.so # adds ggml's vec_dot on the same storage bytes
+    python scripts/bench_kernels.py --formats iq4_xs iq3_s --ggml-sdist llama_cpp_python-0.3.36.tar.gz
+    python scripts/bench_kernels.py --formats hqq5-ax0-g32 --stream-mib 0
+    python scripts/bench_kernels.py --tier avx512 --json out.json
+
+ggml comes from an installed llama-cpp-python (extra `peers`) or --ggml-lib. pip builds that for the CPU at hand; to be
+compared on AVX2 its dot products are compiled again from the source distribution (--ggml-sdist FILE, or `download`).
 """
 
 import argparse
-import csv
 import ctypes
+import json
 import os
 import platform
 import shlex
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -27,24 +29,21 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import ggml_peer
+
 from engine import kernels
 from engine.formats import FORMATS
 from engine.kernels import ffi
 
-FIELDS = ["arm", "tier", "where", "tokens", "us_median", "us_min", "us_q1", "us_q3", "ns_per_weight", "gb_per_s"]
-# Storage format -> (vec_dot, bytes of ggml's own activation block, its length): the quantized partner of each type.
-GGML_DOT = {
-    "q8_0": ("ggml_vec_dot_q8_0_q8_0", 34, 32),
-    "q4_0": ("ggml_vec_dot_q4_0_q8_0", 34, 32),
-    "iq4_xs": ("ggml_vec_dot_iq4_xs_q8_K", 292, 256),
-}
-
-ROW_LOOP = """#include <stddef.h>
-void rows(void (*dot)(int, float *, size_t, const void *, size_t, const void *, size_t, int), int num_rows, int cols,
-          const char *w, size_t row_bytes, const void *x, float *y) {
-    for (int r = 0; r < num_rows; r++) dot(cols, y + r, 0, w + (size_t)r * row_bytes, 0, x, 0, 1);
-}
-"""
+TOKENS = (1, 2, 3, 4, 8)
+TILE = 48  # tokens of the tile arm: a window of 32 and one of 16
+ROWS, COLS = 1024, 2048
+NIBBLES = ("iq4_xs", "iq4_nl", "mxfp4", "q4_0", "q4_k")
+GRIDS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
+BYTES = ("q8_0", "q6_k", "q5_k")
+NIBBLE_TARGET, BYTE_TARGET, IQ3_S_TARGET = {1: 2.1, 3: 2.9, 8: 3.5}, {1: 1.3, 3: 2.0, 8: 2.5}, {1: 7.0, 3: 8.0, 8: 9.5}
+COMPACT_TARGET, OTHER_TARGET = {1: 1.2, 3: 2.5, 8: 4.0}, {1: 1.3, 3: 1.3, 8: 1.3}
+REFERENCES = {"nib8": "q4_0", "byte8": "q8_0"}
 
 
 def cpu_name():
@@ -56,152 +55,257 @@ def cpu_name():
 
 
 class Arm:
-    """One way to multiply: run(i) multiplies matrix i; bytes are what one call reads of the weights."""
+    """run(i) is one timed call on matrix i of `matrices`; `calls` of them make a window."""
 
-    def __init__(self, name, tier, tokens, num_bytes, run):
-        self.name, self.tier, self.tokens, self.num_bytes, self.run = name, tier, tokens, num_bytes, run
-        self.seconds = []
+    def __init__(self, run, calls=4, matrices=1):
+        self.run, self.calls, self.matrices, self.seconds = run, calls, matrices, []
 
+    @property
+    def median(self):
+        return statistics.median(self.seconds)
 
-def weights(fmt, rows, cols, count):
-    """Quantized Gaussian rows, `count` copies of the storage: uint8 [count, rows, row_bytes]."""
-    context = kernels.Context(tier="scalar")
-    x = (0.02 * np.random.default_rng(0).standard_normal((rows, cols))).astype(np.float32)
-    return np.broadcast_to(context.quantize(fmt.name, x), (count, rows, fmt.row_bytes(cols)))
-
-
-def own_arms(fmt, tier, storage, cols, token_counts):
-    context = kernels.Context(tier=tier, num_threads=1)
-    layout, rows = context.layout(fmt.layout), storage.shape[1]
-    # every matrix has memory of its own, or streaming would be a loop over one cached copy
-    matrices = [context.encode(fmt.name, s, rows, cols) for s in storage]
-    pointers = [kernels.address(m) for m in matrices]
-    x = np.random.default_rng(1).standard_normal((max(token_counts), cols)).astype(np.float32)
-    act_bytes = kernels.lib.moe_activation_bytes(layout.activation, cols)
-    act = kernels.aligned_empty(act_bytes * len(x))
-    status = kernels.lib.moe_quantize_activations(
-        context.handle, kernels.address(act), layout.activation, kernels.address(x, "float *"), len(x), cols
-    )
-    kernels.check(status, "quantize activations")
-    y = np.empty((len(x), rows), np.float32)
-    strips = -(-rows // layout.strip_rows)
-
-    def arm(tokens):
-        out = ffi.new("float *[]", [kernels.address(y[t], "float *") for t in range(tokens)])
-        xs = ffi.new("void *[]", [kernels.address(act[t * act_bytes :]) for t in range(tokens)])
-        keep = (matrices, act, y, context)
-
-        def run(i, keep=keep):
-            layout.matmul(out, pointers[i], rows, cols, 0, strips, xs, tokens)
-
-        return Arm(fmt.layout, tier, tokens, matrices[0].nbytes, run)
-
-    return [arm(t) for t in token_counts]
+    @property
+    def spread(self):
+        q1, q3 = np.percentile(self.seconds, [25, 75])
+        return (q3 - q1) / 2 / self.median
 
 
-def row_loop():
-    """ggml computes one row for one token per call. The loop over rows is compiled: in Python it would be timed."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder, "loop.c"), Path(folder, "loop.so")
-        source.write_text(ROW_LOOP)
-        subprocess.run([os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", target, source], check=True)
-        return ctypes.CDLL(str(target)).rows
-
-
-def ggml_arm(library, fmt, storage, cols):
-    name, act_bytes, act_len = GGML_DOT[fmt.name]
-    dot, loop = ctypes.cast(getattr(library, name), ctypes.c_void_p), row_loop()
-    loop.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 2, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_void_p] * 2]
-    _, rows, row_bytes = storage.shape
-    own = np.array(storage)
-    act = np.zeros((cols // act_len, act_bytes), np.uint8)
-    q_at = act_bytes - act_len if act_len == 32 else 4
-    act[:, q_at : q_at + act_len] = np.random.default_rng(2).integers(0, 256, (len(act), act_len), dtype=np.uint8)
-    scale = np.float16(0.01) if act_len == 32 else np.float32(0.01)
-    act[:, : scale.nbytes] = np.frombuffer(scale.tobytes(), np.uint8)
-    y = np.empty(rows, np.float32)
-
-    def run(i):
-        loop(dot, rows, cols, own[i].ctypes.data, row_bytes, act.ctypes.data, y.ctypes.data)
-
-    return Arm(f"ggml {fmt.name}", "(library)", 1, rows * row_bytes, run)
-
-
-def measure(arms, num_matrices, rounds, calls):
-    """Seconds per call; one warm-up round, arms in rotated order."""
+def measure(arms, rounds):
+    """Seconds per call of every arm; one warm-up round, order rotated."""
+    names = list(arms)
     for number in range(rounds + 1):
-        shift = number % len(arms)
-        for arm in arms[shift:] + arms[:shift]:
-            arm.run(num_matrices - 1)  # in cache: brings the matrix back after the other arms
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            arm = arms[name]
+            if arm.matrices == 1:
+                arm.run(0)  # back into the cache after the other arms
             start = time.thread_time()
-            for call in range(calls):
-                arm.run(call % num_matrices)
-            seconds = (time.thread_time() - start) / calls
+            for call in range(arm.calls):
+                arm.run(call % arm.matrices)
             if number:
-                arm.seconds.append(seconds)
+                arm.seconds.append((time.thread_time() - start) / arm.calls)
 
 
-def report(arms, where, rows, cols, writer):
-    for arm in arms:
-        us = np.array(arm.seconds) * 1e6
-        q1, median, q3 = np.percentile(us, [25, 50, 75])
-        row = dict(arm=arm.name, tier=arm.tier, where=where, tokens=arm.tokens)
-        row |= dict(us_median=round(median, 1), us_min=round(us.min(), 1), us_q1=round(q1, 1), us_q3=round(q3, 1))
-        row |= dict(
-            ns_per_weight=round(median * 1e3 / rows / cols / arm.tokens, 5),
-            gb_per_s=round(arm.num_bytes / median / 1e3, 2),
+def storage_rows(fmt):
+    """Storage [ROWS, row_bytes]: quantized Gaussian rows, or random blocks of moderate weights where we only read."""
+    rng = np.random.default_rng(0)
+    if fmt.max_relative_error is not None:
+        x = (0.02 * rng.standard_normal((ROWS, COLS))).astype(np.float32)
+        return kernels.Context(tier="scalar").quantize(fmt.name, x)
+    blocks = rng.integers(0, 256, (40000, fmt.block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        size = np.abs(fmt.dequantize(blocks, fmt.block_len)).max(axis=1)
+    blocks = blocks[(size > 1e-4) & (size < 1e3)]
+    return blocks[rng.integers(0, len(blocks), (ROWS, COLS // fmt.block_len))].reshape(ROWS, -1)
+
+
+class Bench:
+    """One format on one tier: strips, activations and the arms on them."""
+
+    def __init__(self, name, tier, ggml):
+        self.fmt, self.ggml = FORMATS[name], ggml
+        self.context = kernels.Context(tier=tier, num_threads=1)
+        self.layout = self.context.layout(self.fmt.layout)
+        self.storage = np.ascontiguousarray(storage_rows(self.fmt))
+        self.strips = self.context.encode(name, self.storage, ROWS, COLS)
+        x = np.random.default_rng(1).standard_normal((TILE, COLS)).astype(np.float32)
+        self.act_bytes = kernels.lib.moe_activation_bytes(self.layout.activation, COLS)
+        self.act = kernels.aligned_empty(self.act_bytes * TILE)
+        args = (kernels.address(self.act), self.layout.activation, kernels.address(x, "float *"), TILE, COLS)
+        kernels.check(kernels.lib.moe_quantize_activations(self.context.handle, *args), "quantize activations")
+        self.y = np.empty((TILE, ROWS), np.float32)
+        self.out = ffi.new("float *[]", [kernels.address(row, "float *") for row in self.y])
+        self.xs = ffi.new("void *[]", [kernels.address(self.act[t * self.act_bytes :]) for t in range(TILE)])
+        self.num_strips = ROWS // self.layout.strip_rows
+
+    def kernel(self, tokens, strips=None):
+        """One call on matrix i of `strips` (uint8 [n, bytes])."""
+        strips = self.strips[None] if strips is None else strips
+        at = [kernels.address(s) for s in strips]
+        windows = [(t, min(32, tokens - t)) for t in range(0, tokens, 32)]
+
+        def run(i):
+            for t, n in windows:
+                call = self.layout.tile if n > 8 and self.layout.tile else self.layout.matmul
+                for first in range(t, t + n, n if n > 8 and self.layout.tile else 8):
+                    count = n if n > 8 and self.layout.tile else min(8, t + n - first)
+                    call(self.out + first, at[i], ROWS, COLS, 0, self.num_strips, self.xs + first, count)
+
+        return Arm(run, calls=2 if tokens > 8 else 8, matrices=len(at))
+
+    def dot(self, library, loop, storage=None):
+        storage = self.storage[None] if storage is None else storage
+        dot = ctypes.cast(getattr(library, ggml_peer.symbol(self.fmt.name)), ctypes.c_void_p)
+        x, y, row_bytes = ggml_peer.activations(self.fmt.name, COLS), np.empty(ROWS, np.float32), self.storage.shape[1]
+
+        def run(i):
+            loop(dot, ROWS, COLS, storage[i].ctypes.data, row_bytes, x.ctypes.data, y.ctypes.data)
+
+        return Arm(run, calls=2, matrices=len(storage))
+
+    def codec(self):
+        table, out = self.context.format(self.fmt.name), kernels.aligned_empty(self.strips.nbytes)
+        args = (kernels.address(out), table, self.layout, kernels.address(self.storage), ROWS, COLS)
+        keep = out
+        return Arm(lambda i, keep=keep: kernels.lib.moe_encode(self.context.handle, *args), calls=2)
+
+
+def copies(one, mib):
+    """The bytes of one matrix again and again, in memory of their own."""
+    count = -(-mib * 2**20 // one.nbytes)
+    raw = kernels.aligned_empty(count * one.nbytes).reshape(count, one.nbytes)
+    raw[:] = one.reshape(1, -1)
+    return raw
+
+
+def targets_of(name, layout):
+    """(ratio to ggml, ns per weight against which format) that a format is to reach."""
+    kind = layout.split("_")[0]
+    if name in NIBBLES:
+        return NIBBLE_TARGET, None
+    if name == "iq3_s":
+        return IQ3_S_TARGET, "iq4_xs"
+    if name in GRIDS or name == "e8-iq3":
+        return {}, "iq4_xs"
+    if name in BYTES:
+        return BYTE_TARGET, None
+    return OTHER_TARGET, REFERENCES.get(kind)
+
+
+def cache_lines(bench, arms, refs):
+    name, lines = bench.fmt.name, []
+    ratios, against = targets_of(name, bench.fmt.layout)
+
+    def line(what, value, target, ok, note=""):
+        lines.append(dict(format=name, what=what, value=round(value, 3), target=target, reached=ok, note=note))
+
+    for tokens in TOKENS:
+        arm = arms[tokens]
+        line(f"us, {tokens} tokens", arm.median * 1e6, None, None, f"+-{arm.spread:.1%}")
+        line(f"ns/weight, {tokens} tokens", arm.median * 1e9 / ROWS / COLS / tokens, None, None)
+        if "ggml" in arms:
+            ratio = tokens * arms["ggml"].median / arm.median
+            target = ratios.get(tokens)
+            line(f"x ggml, {tokens} tokens", ratio, target, target and ratio >= target)
+        if against and tokens in refs.get(against, {}):
+            ratio = arm.median / refs[against][tokens].median
+            line(f"ns/weight / {against}, {tokens} tokens", ratio, 1.15, ratio <= 1.15)
+        if name == "hqq5-ax0-g32" and tokens in (1, 3):
+            ratio = refs["int8-row"][tokens].median / arm.median
+            target = {1: 1.0, 3: 1.2}[tokens]
+            line(f"x int8-row, {tokens} tokens", ratio, target, ratio >= target)
+        if name in GRIDS and "ggml" in arms and tokens in COMPACT_TARGET:
+            ratio = tokens * arms["ggml"].median / (arm.median + arms["codec"].median)
+            line(f"x ggml, compact, {tokens} tokens", ratio, COMPACT_TARGET[tokens], ratio >= COMPACT_TARGET[tokens])
+    if bench.layout.tile:
+        saved = 1 - arms["tile"].median / TILE / (arms[8].median / 8)
+        line(f"tile of {TILE}: time saved per token", saved, 0.15, saved >= 0.15, f"+-{arms['tile'].spread:.1%}")
+    speed = bench.storage.nbytes / arms["codec"].median / 1e9
+    target = 2.0 if name in GRIDS else 4.0 if name in NIBBLES else None
+    line("codec, GB/s of storage", speed, target, target and speed >= target)
+    if name == "e8-iq3":
+        scalar = arms["scalar"].median + arms["scalar codec"].median
+        ratio = scalar / (arms[1].median + arms["codec"].median)
+        line("x scalar, compact, 1 token", ratio, 15.0, ratio >= 15)
+    return lines
+
+
+def stream_lines(bench, library, loop, args):
+    name = bench.fmt.name
+    strips = copies(bench.strips, args.stream_mib)
+    arm = bench.kernel(1, strips)
+    arm.calls = len(strips)
+    arms = {"own": arm, "read": Arm(lambda i: loop.read_all(strips.ctypes.data, strips.nbytes), calls=1)}
+    if library is not None and name in ggml_peer.PARTNER:
+        storage = copies(bench.storage, args.stream_mib // 4)
+        arms["ggml"] = bench.dot(library, loop.rows, storage)
+        arms["ggml"].calls = len(storage)
+    arms["read"].matrices = 2  # nothing to bring back into the cache
+    measure(arms, max(3, args.rounds // 4))
+    own, read = bench.strips.nbytes / arms["own"].median / 1e9, strips.nbytes / arms["read"].median / 1e9
+    lines = [dict(what="memory, us, 1 token", value=arms["own"].median * 1e6, note=f"+-{arms['own'].spread:.1%}")]
+    lines.append(dict(what="memory, GB/s", value=own, note=f"plain reads {read:.1f}"))
+    fast = name in NIBBLES or name in GRIDS
+    lines.append(dict(what="memory, share of plain reads", value=own / read, target=0.9 if fast else None))
+    if "ggml" in arms:
+        target = 2.0 if name in NIBBLES else 4.5 if name in GRIDS else None
+        lines.append(
+            dict(what="memory, x ggml, 1 token", value=arms["ggml"].median / arms["own"].median, target=target)
         )
-        print("  ".join(f"{row[f]!s:>13}" for f in FIELDS), flush=True)
-        if writer:
-            writer.writerow(row)
+    full = []
+    for item in lines:
+        target = item.setdefault("target", None)
+        reached = target and item["value"] >= target
+        full.append(dict(format=name, reached=reached, note="") | item | dict(value=round(item["value"], 3)))
+    return full
+
+
+def bench_format(name, library, loop, args):
+    bench = Bench(name, args.tier, library)
+    arms = {t: bench.kernel(t) for t in TOKENS} | {"tile": bench.kernel(TILE), "codec": bench.codec()}
+    if library is not None and name in ggml_peer.PARTNER:
+        arms["ggml"] = bench.dot(library, loop.rows)
+    if name == "e8-iq3":
+        scalar = Bench(name, "scalar", None)
+        arms |= {"scalar": scalar.kernel(1), "scalar codec": scalar.codec()}
+        arms["scalar"].calls = arms["scalar codec"].calls = 1
+    _, against = targets_of(name, bench.fmt.layout)
+    wanted = {r for r in (against, "int8-row" if name == "hqq5-ax0-g32" else None) if r and r != name}
+    refs = {}
+    for other in wanted:
+        reference = Bench(other, args.tier, None)
+        refs[other] = {t: reference.kernel(t) for t in TOKENS}
+    measure(arms | {(o, t): a for o, by in refs.items() for t, a in by.items()}, args.rounds)
+    lines = cache_lines(bench, arms, refs)
+    return lines + (stream_lines(bench, library, loop, args) if args.stream_mib else [])
 
 
 def parse():
-    best = [name for name, supported, _ in kernels.tiers() if supported]
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--layouts", nargs="*", default=sorted({f.layout for f in FORMATS.values()}))
-    p.add_argument("--tiers", nargs="*", default=best[-2:])
-    p.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 3, 4, 8])
-    p.add_argument("--rows", type=int, default=1024)
-    p.add_argument("--cols", type=int, default=2048)
+    named = [name for name in FORMATS if not FORMATS[name].layout.startswith("rows_")]
+    p.add_argument("--formats", nargs="*", default=named, choices=named, metavar="NAME")
+    p.add_argument("--tier", default="avx2")
     p.add_argument("--rounds", type=int, default=15)
-    p.add_argument("--calls", type=int, default=8, help="matmul calls per timing window in cache")
-    p.add_argument("--stream-mib", type=int, default=256, help="total weights of the streaming case, 0: leave it out")
-    p.add_argument("--ggml-cpu", help="path of libggml-cpu.so for the comparison arm")
-    p.add_argument("--csv", type=Path)
+    p.add_argument("--stream-mib", type=int, default=512, help="weights of the streaming arms; 0: leave them out")
+    p.add_argument("--ggml-lib", type=Path, help="folder of libggml-cpu.so; default: the installed llama-cpp-python")
+    p.add_argument("--ggml-sdist", help="source distribution of the same version, or `download`: dot products for AVX2")
+    p.add_argument("--json", type=Path)
     return p.parse_args()
+
+
+def peer(args, folder):
+    libraries = args.ggml_lib or ggml_peer.installed_libraries()
+    if libraries is None:
+        return None, "no ggml: llama-cpp-python (extra `peers`) is not installed and --ggml-lib is not given"
+    sdist = args.ggml_sdist
+    if sdist == "download":
+        sdist = ggml_peer.download_sdist(folder)
+    return ggml_peer.load(libraries.resolve(), Path(sdist) if sdist else None, Path("build/peers"))
 
 
 def main():
     args = parse()
-    print(f"# {cpu_name()}, {os.cpu_count()} CPUs, {platform.platform()}, load {os.getloadavg()[0]:.1f}")
-    print(f"# {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}; one thread, weights [{args.rows}, {args.cols}]")
-    print("  ".join(f"{f:>13}" for f in FIELDS))
-    library = ctypes.CDLL(args.ggml_cpu, mode=ctypes.RTLD_GLOBAL) if args.ggml_cpu else None
-    if library is not None and hasattr(library, "ggml_cpu_init"):
-        library.ggml_cpu_init()
-    out = args.csv.open("w", newline="") if args.csv else None
-    writer = csv.DictWriter(out, FIELDS) if out else None
-    if writer:
-        writer.writeheader()
-    formats = [f for f in FORMATS.values() if f.layout in args.layouts]
-    for fmt in {f.layout: f for f in formats}.values():
-        matrix_bytes = args.rows * fmt.row_bytes(args.cols)
-        copies = -(-args.stream_mib * 2**20 // matrix_bytes)
-        storage = weights(fmt, args.rows, args.cols, max(copies, 1))
-        arms = [arm for tier in args.tiers for arm in own_arms(fmt, tier, storage[:1], args.cols, args.tokens)]
-        if library is not None and fmt.name in GGML_DOT:
-            arms.append(ggml_arm(library, fmt, storage[:1], args.cols))
-        measure(arms, 1, args.rounds, args.calls)
-        report(arms, "cache", args.rows, args.cols, writer)
-        for tier in (
-            args.tiers if copies else ()
-        ):  # one tier's matrices at a time: memory is the subject, not the victim
-            arms = own_arms(fmt, tier, storage, args.cols, args.tokens)
-            measure(arms, copies, max(3, args.rounds // 5), copies)
-            report(arms, "memory", args.rows, args.cols, writer)
-    if out:
-        out.close()
+    with tempfile.TemporaryDirectory() as folder:
+        library, how = peer(args, Path(folder))
+        loop = ggml_peer.loops(Path(folder))
+        head = [
+            f"{cpu_name()}, {os.cpu_count()} CPUs, {platform.platform()}, load {os.getloadavg()[0]:.1f}",
+            f"{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
+            f"one thread, tier {args.tier}, weights [{ROWS}, {COLS}], {args.rounds} rounds; {how}",
+        ]
+        print(*(f"# {line}" for line in head), sep="\n")
+        lines = []
+        for name in args.formats:
+            for line in bench_format(name, library, loop, args):
+                lines.append(line)
+                mark = "" if line["target"] is None else "reached" if line["reached"] else "MISSED"
+                target = "" if line["target"] is None else f"target {line['target']:g}"
+                print(
+                    f"{name:14} {line['what']:34} {line['value']:10.3f}  {target:12} {mark:8} {line['note']}",
+                    flush=True,
+                )
+        if args.json:
+            args.json.write_text(json.dumps({"machine": head, "lines": lines}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
