@@ -12,6 +12,7 @@ where ggml has no such format, to the scalar tier.
 import argparse
 import ctypes
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(1, str(Path(__file__).resolve().parent))
 
-from bench_kernels import Arm, cpu_name, measure, row_loop
+import ggml_peer
+from bench_kernels import Arm, cpu_name, measure
 
 from engine import kernels
 from engine.doctor import finite_rows
@@ -27,6 +29,11 @@ from engine.formats import FORMATS
 from engine.kernels import address, ffi, lib
 
 GRIDS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
+
+
+def named(arm, name, tokens):
+    arm.name, arm.tokens = name, tokens
+    return arm
 
 
 def product_arm(name, fmt, context, storage, x, compact):
@@ -39,13 +46,13 @@ def product_arm(name, fmt, context, storage, x, compact):
     def run(_i, keep=keep):
         kernels.check(lib.moe_linear(context.handle, w, out, 1, address(x, "float *"), len(x), 0), "linear")
 
-    return Arm(name, context.tier, len(x), matrix.num_bytes, run)
+    return named(Arm(run), name, len(x))
 
 
 def ggml_arm(library, fmt, storage, cols):
     """vec_dot of a format whose partner is Q8_K (float d, 256 int8, 16 int16 sums), row by row."""
-    loop = row_loop()
-    loop.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 2, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_void_p] * 2]
+    with tempfile.TemporaryDirectory() as folder:
+        loop = ggml_peer.loops(Path(folder)).rows
     dot = ctypes.cast(getattr(library, f"ggml_vec_dot_{fmt}_q8_K"), ctypes.c_void_p)
     act = np.zeros((cols // 256, 292), np.uint8)
     act[:, 4:260] = np.random.default_rng(2).integers(0, 256, (len(act), 256), dtype=np.uint8)
@@ -55,7 +62,7 @@ def ggml_arm(library, fmt, storage, cols):
     def run(_i):
         loop(dot, len(storage), cols, storage.ctypes.data, storage.shape[1], act.ctypes.data, y.ctypes.data)
 
-    return Arm("ggml", "(library)", 1, storage.nbytes, run)
+    return named(Arm(run), "ggml", 1)
 
 
 def compare(fmt, args, library):
@@ -68,7 +75,9 @@ def compare(fmt, args, library):
         base = ggml_arm(library, fmt, storage, args.cols)
     else:
         base = product_arm("compact, scalar", fmt, scalar, storage, x[:1].copy(), True)
-    measure([*arms, base], 1, args.rounds, args.calls)
+    for arm in (*arms, base):
+        arm.calls = args.calls
+    measure(dict(enumerate([*arms, base])), args.rounds)
     reference = np.median(base.seconds)
     print(f"{fmt}: {base.name} {reference * 1e6:.0f} us ({min(base.seconds) * 1e6:.0f}) a token")
     for arm in arms:
