@@ -153,7 +153,7 @@ def simulate(policy, right, rounds=2000, ms=lambda rows: 1 + 0.2 * (rows - 1)):
     """Decode with made-up costs; right(i): whether the draft for token i is right. (ms, tokens, rows of each round)."""
     total, tokens, used = 0.0, 0, []
     for _ in range(rounds):
-        rows = policy.rows(("test", 0), 7, 0.0)
+        rows = policy.rows(("test", 0), 7, 0.0, 0.5)
         accepted = 0
         while accepted < rows - 1 and right(tokens + accepted):
             accepted += 1
@@ -197,12 +197,12 @@ def test_auto_returns_when_drafts_begin_to_hit():
 def test_a_draft_that_costs_more_than_it_gives_is_not_made():
     policy = AutoPolicy()
     for _ in range(300):
-        rows = policy.rows(("slow", 0), 7, 2.0)
+        rows = policy.rows(("slow", 0), 7, 2.0, 0.5)
         if rows == 1:
             policy.record_plain(1.0)
         else:
             policy.record(("slow", 0), rows, rows - 1, 1 + 2.1 * (rows - 1))
-    assert policy.rows(("slow", 0), 7, 2.0) == 1
+    assert policy.rows(("slow", 0), 7, 2.0, 0.5) == 1
 
 
 # ---- figures and refusals ----------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from ..sampler import Sampler, SamplingParams
 from .drafts import MAX_ROWS, Offer
 
 
+CHANCE = 0.7  # first belief in a small model's draft
+
+
 def check_same_tokens(target, draft) -> None:
     """Raise ConfigError with the first token in which two engines' tables differ."""
     sizes = target.tokenizer.vocab_size, draft.tokenizer.vocab_size
@@ -42,7 +45,7 @@ class ModelSource:
         if count < 1:
             return None
         self._text = text
-        return Offer(count, 0)
+        return Offer(count, 0, CHANCE)
 
     def draft(self, count: int) -> list[int]:
         """Catch up with the text, then decode `count` tokens."""

@@ -12,11 +12,13 @@ __all__ = ["MAX_ROWS", "DraftSource", "Offer"]
 class Offer(NamedTuple):
     """A source has something to say.
 
-    count: drafts it can give. bucket: how sure it is, a small number that its acceptance is counted under.
+    count: drafts it can give. bucket: how sure it is, a small number that its acceptance is counted under. chance: that
+    the first draft is right, believed until there are counts.
     """
 
     count: int
     bucket: int
+    chance: float = 0.5
 
 
 class DraftSource(Protocol):

@@ -9,6 +9,7 @@ from .drafts import Offer
 
 MIN_MATCH = 3  # tokens that must agree before anything is drafted
 MAX_MATCH = 32  # a longer match says nothing more
+CHANCES = (0.4, 0.6, 0.8, 0.9)  # first belief in a match of min_match, 2, 4, 8 times that many tokens
 MAX_CANDIDATES = 16  # places that are compared; bounds the work on texts of one repeated token
 
 
@@ -56,7 +57,8 @@ class LookupSource:
                 break
         length, self._at = best
         self._text = text
-        return Offer(limit, min((length // self.min_match).bit_length(), 4))
+        bucket = min((length // self.min_match).bit_length(), len(CHANCES)) - 1
+        return Offer(limit, bucket, CHANCES[bucket])
 
     def draft(self, count: int) -> list[int]:
         """Copy from the place found; where the copy reaches the end of the text it goes on with what it copied."""

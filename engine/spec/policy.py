@@ -35,7 +35,7 @@ class FixedPolicy:
     def max_rows(self) -> int:
         return self._rows
 
-    def rows(self, key, count: int, ms_per_draft: float) -> int:
+    def rows(self, key, count: int, ms_per_draft: float, chance: float) -> int:
         return min(self._rows, count + 1)
 
     def record_plain(self, ms: float) -> None:
@@ -48,7 +48,8 @@ class FixedPolicy:
 class _Acceptance:
     """Chance that draft i is right when those before it were, by exponentially decaying counts."""
 
-    def __init__(self):
+    def __init__(self, chance: float):
+        self._chance = chance  # of the first draft, before anything is counted
         self._hits, self._tries = [0.0] * MAX_ROWS, [0.0] * MAX_ROWS
         self.tokens = [1.0] * (MAX_ROWS + 1)  # index: rows of a window; value: tokens it emits on average
         self._expect()
@@ -62,8 +63,8 @@ class _Acceptance:
         self._expect()
 
     def _expect(self) -> None:
-        # Belief, worth PRIOR tries: a position fares like the one before it, and the first is even.
-        total, all_right, chance = 1.0, 1.0, 0.5
+        # Belief, worth PRIOR tries: a position fares like the one before it, and the first as the source says.
+        total, all_right, chance = 1.0, 1.0, self._chance
         for i in range(MAX_ROWS - 1):
             chance = (self._hits[i] + PRIOR * chance) / (self._tries[i] + PRIOR)
             all_right *= chance
@@ -116,11 +117,13 @@ class AutoPolicy:
         for n in range(2, MAX_ROWS + 1):
             self._costs[n] = max(self._costs[n], self._costs[1] * (1 + MIN_ROW * (n - 1)))
 
-    def _choose(self, key, count: int, ms_per_draft: float) -> tuple[int, str]:
+    def _choose(self, key, count: int, ms_per_draft: float, chance: float) -> tuple[int, str]:
         if len(self._samples[1]) < MIN_PLAIN or self._since_plain >= PLAIN_REFRESH:
             return 1, "measuring plain decode"
         plain = self._costs[1]
-        acceptance = self._acceptance.setdefault(key, _Acceptance())
+        acceptance = self._acceptance.get(key)
+        if acceptance is None:
+            acceptance = self._acceptance[key] = _Acceptance(chance)
         best, best_rate = 1, plain
         for rows, tokens in zip(range(2, min(count + 1, self._max_rows) + 1), acceptance.tokens[2:], strict=False):
             rate = (self._costs[rows] + ms_per_draft * (rows - 1)) / tokens
@@ -148,9 +151,9 @@ class AutoPolicy:
             return 2, "trying again"
         return 1, "no window length pays"
 
-    def rows(self, key, count: int, ms_per_draft: float) -> int:
+    def rows(self, key, count: int, ms_per_draft: float, chance: float = 0.5) -> int:
         """Rows for the next window when a source offers `count` drafts; 1 is plain decode."""
-        rows, self.reason = self._choose(key, count, ms_per_draft)
+        rows, self.reason = self._choose(key, count, ms_per_draft, chance)
         if (rows > 1) != (self._last > 1):
             self.switches.append((self._rounds, self._last, rows, self.reason))
         self._last = rows
@@ -172,7 +175,8 @@ class AutoPolicy:
         self._elapsed += ms
         self._samples[rows].append(ms)
         self._update_costs()
-        self._acceptance.setdefault(key, _Acceptance()).update(rows - 1, num_accepted)
+        if key in self._acceptance:
+            self._acceptance[key].update(rows - 1, num_accepted)
         if self._samples[1]:
             plain = self._costs[1]
             self._loss = max(self._loss + ms - plain * (num_accepted + 1), -MAX_CREDIT_TOKENS * plain)

@@ -94,7 +94,7 @@ class Speculator:
             if offer is None:
                 continue
             key = (source.name, offer.bucket)
-            rows = self.policy.rows(key, offer.count, source.ms_per_draft)
+            rows = self.policy.rows(key, offer.count, source.ms_per_draft, offer.chance)
             drafts = source.draft(rows - 1) if rows > 1 else []
             self.stats.draft_s += time.perf_counter() - started
             return Window(np.array([text[-1], *drafts], np.int32), key, started)
