@@ -12,6 +12,7 @@ import click
 
 from . import __version__
 from .commands import _output
+from .commands.bench import bench
 from .commands.chat import chat
 from .commands.convert import convert
 from .commands.doctor import doctor
@@ -32,7 +33,7 @@ def cli():
     """A CPU engine for Mixture-of-Experts language models."""
 
 
-for command in (generate, chat, perplexity, convert, inspect, doctor, kernels):
+for command in (generate, chat, perplexity, convert, inspect, doctor, kernels, bench):
     cli.add_command(command)
 
 

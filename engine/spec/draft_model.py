@@ -8,7 +8,6 @@ from ..errors import ConfigError
 from ..sampler import Sampler, SamplingParams
 from .drafts import MAX_ROWS, Offer
 
-
 CHANCE = 0.7  # first belief in a small model's draft
 
 

@@ -12,8 +12,8 @@ from .drafts import MAX_ROWS
 MAX_LOSS = 0.02  # share of the decode time that failed windows may cost
 STARTING_LOSS_TOKENS = 2.0  # plain decode steps' worth of loss allowed before any time has passed
 MIN_GAIN = 1.03  # a gain below this is noise
-PLAIN_REFRESH = 96  # rounds after which plain decode is measured again
-MIN_PLAIN = 4  # plain steps before anything else: the first after a prefill is slow and must not be the yardstick
+PLAIN_REFRESH = 256  # rounds after which plain decode is measured again
+MIN_PLAIN = 3  # plain steps before anything else: the first after a prefill is slow and must not be the yardstick
 MAX_CREDIT_TOKENS = 4.0  # a gain of the past pays for at most so many steps of loss
 MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15

@@ -1,0 +1,124 @@
+"""`millstream bench`: prefill and decode speed of several arms, side by side."""
+
+import json
+import shlex
+import sys
+
+import click
+
+from ..atomic_file import AtomicFile
+from ..errors import ConfigError
+from . import _options
+from ._output import note, read_text_file, write, write_json
+
+
+class Numbers(click.ParamType):
+    """Comma-separated whole numbers."""
+
+    name = "N,N"
+
+    def convert(self, value, param, ctx):
+        try:
+            found = [int(part) for part in str(value).split(",") if part]
+        except ValueError:
+            found = [-1]
+        if any(n < 0 for n in found):
+            self.fail(f"got {value!r}, expected whole numbers separated by commas", param, ctx)
+        return found
+
+
+def _read(path: str) -> dict:
+    try:
+        content = json.loads(read_text_file(path))
+        content["results"][0]["median"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ConfigError(f"{path}: not a result of millstream bench --json") from None
+    return content
+
+
+def _compare(paths, as_json: bool) -> int:
+    from .. import bench as measuring
+
+    rows, worse = measuring.compare(*map(_read, paths))
+    if as_json:
+        write_json({"rows": rows, "slower": worse})
+    else:
+        for r in rows:
+            write(
+                f"{r['test']:20} {r['arm']:24} {r['before']:10.2f} -> {r['after']:10.2f} tok/s  {r['ratio']:.3f} "
+                f"(noise {r['noise']:.3f})  {r['verdict']}\n"
+            )
+    return 1 if worse else 0
+
+
+def _save(path: str | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        with AtomicFile(path) as file:
+            file.handle.write(text.encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+    note(f"written: {path}")
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"\r{done} of {total} measurements", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+@click.command()
+@_options.model_option
+@click.option("--prefill", type=Numbers(), default="128,512", show_default=True, help="Prompt lengths.")
+@click.option("--decode", type=Numbers(), default="64", show_default=True, help="Tokens to decode.")
+@click.option("--depth", type=Numbers(), default="0", show_default=True, help="Context before decoding.")
+@click.option("--arm", "arms", multiple=True, metavar="NAME=VALUE,...",
+              help="Options of an arm (threads, isa, spec ...); repeatable. The first is the yardstick.")  # fmt: skip
+@click.option("--against", type=click.Choice(["llama.cpp"]), help="An arm of another engine on the same GGUF file.")
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Measured rounds.")
+@click.option("--save", metavar="FILE", help="Write the result as JSON, for --compare.")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV.")
+@click.option("--markdown", metavar="FILE", help="Write the table as Markdown.")
+@click.option("--compare", nargs=2, metavar="OLD NEW", help="Compare two saved results; exit code 1 on a drop.")
+@_options.json_option
+@click.pass_context
+def bench(click_context, compare, as_json, **options):
+    """Measure prefill and decode speed of a model, several settings side by side.
+
+    Arms take turns and their order rotates; the first round does not count; printed are medians with their range.
+    """
+    if compare:
+        click_context.exit(_compare(compare, as_json))
+    from .. import bench as measuring
+
+    tests = [measuring.Test("prefill", n) for n in options["prefill"] if n]
+    tests += [measuring.Test("decode", n, d) for n in options["decode"] if n for d in options["depth"]]
+    if not tests:
+        raise ConfigError("bench: nothing to measure; give --prefill or --decode a number")
+    arms = _arms(measuring, options, max(t.tokens + max(t.depth, 1) + 1 for t in tests))
+    note(_options.describe(arms[0].engine))
+    results = measuring.measure(arms, tests, options["repeat"], _progress)
+    content = measuring.report(results, arms, shlex.join(["millstream", *sys.argv[1:]]))
+    _save(options["save"], json.dumps(content, indent=1) + "\n")
+    _save(options["csv_file"], measuring.as_csv(content))
+    _save(options["markdown"], measuring.as_markdown(content))
+    if as_json:
+        write_json(content)
+    else:
+        write(measuring.as_text(content))
+
+
+def _arms(measuring, options: dict, positions: int) -> list:
+    parsed = [(text or "default", measuring.parse_arm(text)) for text in (options["arms"] or ("",))]
+    if len({name for name, _ in parsed}) < len(parsed):
+        raise ConfigError("--arm: two arms are the same")
+    model, against = options["model"], options["against"]
+    if against and not str(model).endswith(".gguf"):
+        raise ConfigError("--against llama.cpp needs --model FILE.gguf")
+    arms = [measuring.EngineArm(name, model, arm, positions) for name, arm in parsed]
+    room = min(arm.engine.max_context for arm in arms)
+    if positions > room:
+        raise ConfigError(f"bench: {positions} positions are needed, the model's context holds {room}")
+    if against:
+        arms.append(measuring.LlamaCppArm(against, model, arms[0].engine.context.num_threads, positions))
+    return arms
