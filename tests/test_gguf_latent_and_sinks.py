@@ -25,6 +25,20 @@ def test_gguf_gives_the_logits_of_transformers(tmp_path, name, way):
     assert relative_error(run(loaded, file), file["logits"]) <= MAX_ERROR["f32"]
 
 
+def test_layers_for_prediction_are_left_out(tmp_path):
+    """They count among the blocks of the file and are not computed."""
+
+    def edit(writer):
+        writer.add_block_count(4)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.3.attn_norm.weight", np.ones(64, np.float32))
+        writer.add_tensor("blk.3.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
+
+    write_gguf(tmp_path / "m.gguf", "deepseek_v3", edit=edit)
+    file = golden("deepseek_v3")
+    assert relative_error(run(engine.load(tmp_path / "m.gguf", kv="f32"), file), file["logits"]) <= MAX_ERROR["f32"]
+
+
 def test_gguf_mxfp4_rows_are_those_of_the_converted_checkpoint(tmp_path, snapshot):  # noqa: F811
     write_gguf(tmp_path / "m.gguf", "gpt_oss_mxfp4")
     found, want = open_model(tmp_path / "m.gguf"), open_model(snapshot("gpt_oss_mxfp4"))

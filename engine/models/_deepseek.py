@@ -161,6 +161,7 @@ def latent_from_gguf(keys) -> dict:
     if mla[0] is not None and (key, value) != (rank + rotated, rank):
         raise ConfigError(f"{keys.where}: key_length {key}, value_length {value} do not fit kv_lora_rank {rank}")
     key, value = (mla[0] or key), (mla[1] or value)
+    extra = keys.integer("nextn_predict_layers", 0)  # counted in block_count
     scaling = gguf.rope_scaling_from_gguf(keys)
     multiplier = keys.number("rope.scaling.yarn_log_multiplier", None)  # 0.1 * mscale_all_dim
     if scaling and multiplier:
@@ -168,7 +169,8 @@ def latent_from_gguf(keys) -> dict:
         scaling["rope_scaling"] |= {"mscale": mscale, "mscale_all_dim": mscale}
     return {
         "hidden_size": keys.integer("embedding_length"),
-        "num_hidden_layers": keys.integer("block_count"),
+        "num_hidden_layers": keys.integer("block_count") - extra,
+        "num_nextn_predict_layers": extra,
         "num_attention_heads": keys.integer("attention.head_count"),
         "q_lora_rank": keys.integer("attention.q_lora_rank", None) or None,
         "kv_lora_rank": rank,
