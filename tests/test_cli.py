@@ -230,8 +230,10 @@ def test_kernels_lists_every_tier():
     tiers = [tier["tier"] for tier in found["tiers"]]
     assert tiers[0] == "scalar"
     assert {"q8_0", "f32"} <= {entry["name"] for entry in found["kernels"] if entry["kind"] == "format"}
+    layouts = {entry["name"] for entry in found["kernels"] if entry["kind"] == "layout"}
     for entry in found["kernels"]:
         assert (entry["same_as"] is None) == (entry["why"] is None)
+        assert entry["kind"] == "layout" or entry["layout"] in layouts
     text = run("kernels").stdout
     for entry in found["kernels"]:
         assert entry["name"] in text

@@ -18,6 +18,12 @@ MADE_HERE = {
 }  # fmt: skip
 
 
+# Every weight format of a GGUF file, and our own.
+KNOWN = MADE_HERE | {
+    "q2_k", "q3_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "nvfp4", "tq1_0", "tq2_0",
+}  # fmt: skip
+
+
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
@@ -27,6 +33,14 @@ def relative_rms(name, storage, x):
     want = fmt.rotate(x) if fmt.rotate else x
     got = fmt.dequantize(storage, x.shape[1]).astype(np.float64).reshape(x.shape)
     return np.sqrt(((got - want) ** 2).mean() / (x.astype(np.float64) ** 2).mean())
+
+
+def test_every_format_has_a_codec_and_a_kernel_on_every_tier():
+    assert set(FORMATS) == KNOWN
+    for tier in [name for name, supported, _ in kernels.tiers() if supported]:
+        context = kernels.Context(tier, 1)
+        for name in KNOWN:
+            assert context.layout(context.layout_of(name)).matmul  # each of the two raises where there is none
 
 
 def test_the_formats_that_can_be_made():

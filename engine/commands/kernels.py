@@ -6,10 +6,13 @@ from . import _options
 from ._output import table, write, write_json
 
 
-def _rows(tables, kind: str) -> list[dict]:
+def _rows(tables, kind: str, layouts: dict[str, str] | None = None) -> list[dict]:
+    """layout: the compute layout that a format is re-coded to; its own line shows the kernel."""
     return [
-        {"kind": kind, "name": t.name, "tier": t.tier, "same_as": t.same_as, "why": t.why} for t in tables
-    ]  # fmt: skip
+        {"kind": kind, "name": t.name, "tier": t.tier, "same_as": t.same_as, "why": t.why}
+        | ({"layout": layouts[t.name]} if layouts else {})
+        for t in tables
+    ]
 
 
 @click.command()
@@ -21,7 +24,8 @@ def kernels(as_json):
     """
     from .. import kernels as native
 
-    entries = _rows(native.formats(), "format") + _rows(native.layouts(), "layout")
+    layouts = {t.name: native.text(t.cdata.layout) for t in native.formats() if not t.same_as}
+    entries = _rows(native.formats(), "format", layouts) + _rows(native.layouts(), "layout")
     tiers = [
         {"tier": name, "supported": ok, "missing": missing, "reason": native.tier_reason(missing)}
         for name, ok, missing in native.tiers()
@@ -36,9 +40,16 @@ def kernels(as_json):
     rows, reasons = [], {}
     for kind, name in dict.fromkeys((entry["kind"], entry["name"]) for entry in entries):
         cells = [by_cell[kind, name, tier] for tier in names]
-        rows.append((kind, name, *("own" if c["same_as"] is None else f"= {c['same_as']}" for c in cells)))
+        rows.append(
+            (
+                kind,
+                name,
+                cells[0].get("layout", ""),
+                *("own" if c["same_as"] is None else f"= {c['same_as']}" for c in cells),
+            )
+        )
         reasons |= {f"{kind} {name} on {c['tier']} = {c['same_as']}: {c['why']}": None for c in cells if c["same_as"]}
-    lines = [table(rows, ("kind", "name", *names)), ""]
+    lines = [table(rows, ("kind", "name", "layout", *names)), ""]
     for tier in tiers:
         state = "runs here" if tier["supported"] else f"not used: this CPU has no {tier['missing']}"
         lines.append(f"tier {tier['tier']}: {state}" + (f" ({tier['reason']})" if tier["reason"] else ""))
