@@ -92,5 +92,29 @@ static inline void pack_pairs6(uint8_t *b, const uint8_t *sub, const uint8_t *mi
         b[j + 8] = (uint8_t)((sub[j + 4] & 15) | (min[j + 4] & 15) << 4);
     }
 }
+
+/* A super-block of 256: codes and the fields in front of them. */
+struct affine_super { uint8_t d[2], dmin[2], scales[12]; };
+static inline void quantize_affine256(struct affine_super *head, uint8_t *q, const float *x, int top) {
+    struct affine fit[8];
+    float top_scale = 0, top_min = 0;
+    for (int p = 0; p < 8; p++) {
+        fit[p] = fit_affine(x + 32 * p, top);
+        if (fit[p].scale > top_scale) top_scale = fit[p].scale;
+        if (fit[p].min > top_min) top_min = fit[p].min;
+    }
+    uint16_t d16 = moe_f32_f16(top_scale / 63.0f), dmin16 = moe_f32_f16(top_min / 63.0f);
+    const float d = moe_f16_f32(d16), dmin = moe_f16_f32(dmin16);
+    uint8_t sub[8], min[8];
+    for (int p = 0; p < 8; p++) refine_affine(&sub[p], &min[p], q + 32 * p, x + 32 * p, fit[p], d, dmin, top);
+    put16(head->d, d16);
+    put16(head->dmin, dmin16);
+    pack_pairs6(head->scales, sub, min);
+}
+/* Per 64 values 32 bytes: low nibbles the first half, high nibbles the second. */
+static inline void put_nibbles256(uint8_t *out, const uint8_t *q) {
+    for (int g = 0; g < 4; g++)
+        for (int l = 0; l < 32; l++) out[32 * g + l] = (uint8_t)((q[64 * g + l] & 15) | q[64 * g + 32 + l] << 4);
+}
 #endif
 #endif

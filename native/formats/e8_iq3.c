@@ -19,28 +19,10 @@
 #endif
 /* The name holds a '-', so it overrides the one that the macro derives. */
 #pragma GCC diagnostic ignored "-Woverride-init"
-enum { BLOCK_BYTES = 98, SUBS = 8 };
+enum { BLOCK_BYTES = 98, SUBS = 8, INDEX_AT = 0, SIGNS_AT = 64 };
+#include "iq3_xxs.h"
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b + 96); }
-MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
-    const uint8_t *q = b + 0 + 8 * p;
-    uint32_t s = get32(b + 64 + 4 * p);
-    sub[0] = (uint8_t)(2 * (s >> 28) + 1);
-    for (int g = 0; g < 4; g++)
-        word[g] = grid_iq3_xxs[q[2 * g]] | grid_iq3_xxs[q[2 * g + 1]] << 4 | sign_word(even_signs(s >> 7 * g));
-}
-#if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i q[2] = {rows32(b + 0 + 8 * p, row_at), rows32(b + 4 + 8 * p, row_at)}, s = rows32(b + 64 + 4 * p, row_at);
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(s, 28), 1), _mm256_set1_epi32(1));
-    for (int g = 0; g < 4; g++) {
-        __m256i left = words8(grid_iq3_xxs, field8(q[g / 2], 16 * (g & 1), 8));
-        __m256i right = _mm256_slli_epi32(words8(grid_iq3_xxs, field8(q[g / 2], 16 * (g & 1) + 8, 8)), 4);
-        word[g] = _mm256_or_si256(_mm256_or_si256(left, right), sign_words8(even_signs8(field8(s, 7 * g, 7)), 0));
-    }
-}
-#endif
-
 #if MOE_TIER_ID == MOE_SCALAR || MOE_TIER_ID == MOE_AVX2
 #include "grid_strip.h"
 #endif

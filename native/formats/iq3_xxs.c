@@ -9,28 +9,10 @@
  * Produced by llama.cpp-style quantizers. Layout nib8_iq3_xxs, lossless: the grid is even, so
  * y = d / 2 * (2s + 1) * +-grid/2; 98 bytes become 138. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 98, SUBS = 8 };
+enum { BLOCK_BYTES = 98, SUBS = 8, INDEX_AT = 2, SIGNS_AT = 66 };
+#include "iq3_xxs.h"
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b); }
-MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
-    const uint8_t *q = b + 2 + 8 * p;
-    uint32_t s = get32(b + 66 + 4 * p);
-    sub[0] = (uint8_t)(2 * (s >> 28) + 1);
-    for (int g = 0; g < 4; g++)
-        word[g] = grid_iq3_xxs[q[2 * g]] | grid_iq3_xxs[q[2 * g + 1]] << 4 | sign_word(even_signs(s >> 7 * g));
-}
-#if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i q[2] = {rows32(b + 2 + 8 * p, row_at), rows32(b + 6 + 8 * p, row_at)}, s = rows32(b + 66 + 4 * p, row_at);
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(s, 28), 1), _mm256_set1_epi32(1));
-    for (int g = 0; g < 4; g++) {
-        __m256i left = words8(grid_iq3_xxs, field8(q[g / 2], 16 * (g & 1), 8));
-        __m256i right = _mm256_slli_epi32(words8(grid_iq3_xxs, field8(q[g / 2], 16 * (g & 1) + 8, 8)), 4);
-        word[g] = _mm256_or_si256(_mm256_or_si256(left, right), sign_words8(even_signs8(field8(s, 7 * g, 7)), 0));
-    }
-}
-#endif
-
 #if MOE_TIER_ID == MOE_SCALAR || MOE_TIER_ID == MOE_AVX2
 #include "grid_strip.h"
 #endif

@@ -7,7 +7,7 @@
  * Produced by every GGUF quantizer. Layout nib8_q4_0, lossless: 18 bytes stay 18. Absent rows: d = 0, q = 8.
  * Quantizer: d = m / -8 with m the value of largest magnitude (the first of several), q = trunc(x / d + 8.5) at most 15;
  * byte-equal to gguf.quants. */
-#include "strip.h"
+#include "block32.h"
 struct block { uint8_t d[2]; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 18, "q4_0 block");
 
@@ -32,17 +32,9 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
 static void quantize_row(void *blocks, const float *x, int cols) {
     struct block *b = blocks;
     for (int i = 0; i < cols / 32; i++, b++, x += 32) {
-        float m = x[0];
-        for (int c = 1; c < 32; c++)
-            if (!(__builtin_fabsf(x[c]) <= __builtin_fabsf(m)) && m == m) m = x[c]; /* NaN wins */
-        float d = m / -8.0f, inverse = d == 0 ? 0 : 1.0f / d;
         uint8_t q[32];
-        for (int c = 0; c < 32; c++) {
-            float v = x[c] * inverse + 8.5f;
-            q[c] = v < 16 ? (uint8_t)(v > 0 ? (int)v : 0) : v < 17 ? 15 : 0; /* 0 where 1 / d overflowed, too */
-        }
-        put16(b->d, moe_f32_f16(d));
-        for (int c = 0; c < 16; c++) b->q[c] = (uint8_t)(q[c] | q[c + 16] << 4);
+        put16(b->d, moe_f32_f16(quantize_symmetric32(q, x, 8)));
+        put_nibbles32(b->q, q);
     }
 }
 

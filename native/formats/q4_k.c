@@ -27,21 +27,9 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
 }
 #if MOE_TIER_ID == MOE_SCALAR
 static void quantize_block(struct block *b, const float *x) {
-    struct affine fit[8];
-    float top_scale = 0, top_min = 0;
-    for (int p = 0; p < 8; p++) {
-        fit[p] = fit_affine(x + 32 * p, 15);
-        if (fit[p].scale > top_scale) top_scale = fit[p].scale;
-        if (fit[p].min > top_min) top_min = fit[p].min;
-    }
-    uint16_t d16 = moe_f32_f16(top_scale / 63.0f), dmin16 = moe_f32_f16(top_min / 63.0f);
-    uint8_t sub[8], min[8], q[256];
-    for (int p = 0; p < 8; p++) refine_affine(&sub[p], &min[p], q + 32 * p, x + 32 * p, fit[p], moe_f16_f32(d16), moe_f16_f32(dmin16), 15);
-    put16(b->d, d16);
-    put16(b->dmin, dmin16);
-    pack_pairs6(b->scales, sub, min);
-    for (int g = 0; g < 4; g++)
-        for (int l = 0; l < 32; l++) b->q[32 * g + l] = (uint8_t)(q[64 * g + l] | q[64 * g + 32 + l] << 4);
+    uint8_t q[256];
+    quantize_affine256((struct affine_super *)b, q, x, 15);
+    put_nibbles256(b->q, q);
 }
 static void quantize_row(void *blocks, const float *x, int cols) {
     for (int i = 0; i < cols / 256; i++) quantize_block((struct block *)blocks + i, x + 256 * i);

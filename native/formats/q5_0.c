@@ -8,7 +8,7 @@
  * Produced by GGUF quantizers. Layout byte8_q5_0 (q - 16 as int8), lossless: 22 bytes become 34.
  * Quantizer: d = m / -16 with m the value of largest magnitude (the first of several), q = trunc(x / d + 16.5) at
  * most 31; byte-equal to gguf.quants. */
-#include "strip.h"
+#include "block32.h"
 #if MOE_TIER_ID == MOE_AVX512
 MOE_FORMAT_SAME_AS(q5_0, avx2, "a strip is eight rows: 512-bit registers gain nothing, and Bochs computes them otherwise");
 #else
@@ -30,20 +30,10 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
 static void quantize_row(void *blocks, const float *x, int cols) {
     struct block *b = blocks;
     for (int i = 0; i < cols / 32; i++, b++, x += 32) {
-        float m = x[0];
-        for (int c = 1; c < 32; c++)
-            if (!(__builtin_fabsf(x[c]) <= __builtin_fabsf(m)) && m == m) m = x[c]; /* NaN wins */
-        float d = m / -16.0f, inverse = d == 0 ? 0 : 1.0f / d;
         uint8_t q[32];
-        uint32_t fifth = 0;
-        for (int c = 0; c < 32; c++) {
-            float v = x[c] * inverse + 16.5f;
-            q[c] = (uint8_t)(v < 32 ? (v > 0 ? (int)v : 0) : v < 33 ? 31 : 0); /* 0 where 1 / d overflowed, too */
-            fifth |= (uint32_t)(q[c] >> 4) << c;
-        }
-        put16(b->d, moe_f32_f16(d));
-        put32(b->high, fifth);
-        for (int c = 0; c < 16; c++) b->q[c] = (uint8_t)((q[c] & 15) | q[c + 16] << 4);
+        put16(b->d, moe_f32_f16(quantize_symmetric32(q, x, 16)));
+        put32(b->high, fifth_bits32(q));
+        put_nibbles32(b->q, q);
     }
 }
 #endif

@@ -8,7 +8,7 @@
  *
  * Produced by GGUF quantizers. Layout byte8_q5_1 (codes 0..31), lossless: 24 bytes become 36.
  * Quantizer: d = (max - min) / 31, m = min, q = trunc((x - min) / d + 0.5); byte-equal to gguf.quants. */
-#include "strip.h"
+#include "block32.h"
 #if MOE_TIER_ID == MOE_AVX512
 MOE_FORMAT_SAME_AS(q5_1, avx2, "a strip is eight rows: 512-bit registers gain nothing, and Bochs computes them otherwise");
 #else
@@ -28,30 +28,15 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
     encode_units(s, strip, rows, row_bytes, num_rows, cols, unpack);
 }
 #if MOE_TIER_ID == MOE_SCALAR
-static void extremes(const float *x, float *low, float *high) { /* NaN wins, so that it shows in d and m */
-    *low = *high = x[0];
-    for (int c = 1; c < 32; c++) {
-        if (!(x[c] >= *low) && *low == *low) *low = x[c];
-        if (!(x[c] <= *high) && *high == *high) *high = x[c];
-    }
-}
 static void quantize_row(void *blocks, const float *x, int cols) {
     struct block *b = blocks;
     for (int i = 0; i < cols / 32; i++, b++, x += 32) {
-        float low, high;
-        extremes(x, &low, &high);
-        float d = (high - low) / 31.0f, inverse = d == 0 ? 0 : 1.0f / d;
         uint8_t q[32];
-        for (int c = 0; c < 32; c++) {
-            float v = (x[c] - low) * inverse + 0.5f;
-            q[c] = (uint8_t)(v < 32 ? (int)v : v < 33 ? 31 : 0); /* 0 where 1 / d overflowed */
-        }
+        float m, d = quantize_affine32(q, &m, x, 31);
         put16(b->d, moe_f32_f16(d));
-        put16(b->m, moe_f32_f16(low));
-        uint32_t fifth = 0;
-        for (int c = 0; c < 32; c++) fifth |= (uint32_t)(q[c] >> 4) << c;
-        put32(b->high, fifth);
-        for (int c = 0; c < 16; c++) b->q[c] = (uint8_t)((q[c] & 15) | q[c + 16] << 4);
+        put16(b->m, moe_f32_f16(m));
+        put32(b->high, fifth_bits32(q));
+        put_nibbles32(b->q, q);
     }
 }
 #endif
