@@ -311,7 +311,18 @@ static void matmul(float *const *y, const void *w, int rows, int cols, int first
 
 static size_t strip_bytes(int cols) { return hqq5_strip_bytes(cols); }
 
-/* The values of dequantize_row; n of 32 columns in two halves. */
+/* hqq5_unpack of eight rows side by side, which the compiler turns into vectors. */
+MOE_INLINE void unpack_rows8(uint32_t set[8][8], const uint32_t plane[5][8]) {
+    for (int i = 0; i < 5; i++)
+        for (int r = 0; r < 8; r++) set[i][r] = plane[i][r] & 0x1f1f1f1f;
+    for (int r = 0; r < 8; r++) {
+        set[5][r] = (plane[0][r] >> 5 & 0x07070707) | (plane[3][r] >> 2 & 0x18181818);
+        set[6][r] = (plane[1][r] >> 5 & 0x07070707) | (plane[4][r] >> 2 & 0x18181818);
+        set[7][r] = (plane[2][r] >> 5 & 0x07070707) | (plane[3][r] >> 4 & 0x08080808) | (plane[4][r] >> 3 & 0x10101010);
+    }
+}
+
+/* The values of dequantize_row; a block of 32 columns in two halves. */
 static void dequantize_strip(float *out, const void *strip, int cols) {
     const uint8_t *block = strip;
     for (int b = 0; b < cols / 32; b++, block += HQQ5_BLOCK) {
@@ -320,12 +331,16 @@ static void dequantize_strip(float *out, const void *strip, int cols) {
             scale[h] = v16_load_f16((const uint16_t *)(const void *)block + 16 * h);
             zero[h] = v16_load_f16((const uint16_t *)(const void *)block + 32 + 16 * h);
         }
-        for (int r = 0; r < HQQ5_ROWS; r++) {
-            uint8_t code[32];
-            hqq5_codes(code, block, r);
-            for (int h = 0; h < 2; h++)
-                v16_store(out + (size_t)r * (size_t)cols + 32 * b + 16 * h,
-                          v16_mul(v16_sub(load_q16((const int8_t *)code + 16 * h), zero[h]), scale[h]));
+        for (int row = 0; row < HQQ5_ROWS; row += 8) {
+            uint32_t plane[5][8], set[8][8], code[8][8];
+            for (int i = 0; i < 5; i++) __builtin_memcpy(plane[i], block + HQQ5_META + i * HQQ5_PLANE + 4 * row, 32);
+            unpack_rows8(set, plane);
+            for (int r = 0; r < 8; r++) /* all rows first: a load right behind its small stores would wait for them */
+                for (int g = 0; g < 8; g++) code[r][g] = set[g][r];
+            for (int r = 0; r < 8; r++)
+                for (int h = 0; h < 2; h++)
+                    v16_store(out + (size_t)(row + r) * (size_t)cols + 32 * b + 16 * h,
+                              v16_mul(v16_sub(load_q16((const int8_t *)code[r] + 16 * h), zero[h]), scale[h]));
         }
     }
 }
