@@ -131,6 +131,14 @@ def test_look_ahead_that_does_not_pay_is_switched_off():
     assert trial.verdict
 
 
+def test_guesses_leave_room_for_a_layer_beside_pinned_experts(small):
+    loaded = engine.load(small, expert_slots=8, lookahead="on")
+    cache, blocks = loaded.stream.cache, loaded.stream.cache.lookahead.blocks
+    for pinned, guesses in ((0, TOP), (4, 1), (6, 0)):
+        cache.pinned = frozenset(range(pinned))
+        assert lookahead.LookAhead(cache, blocks, "on").max_guesses == guesses
+
+
 def test_only_sure_guesses_are_read_in_auto_mode(small):
     loaded = engine.load(small, expert_slots=NUM_EXPERTS, lookahead="auto")
     guesses = loaded.stream.cache.lookahead
@@ -214,6 +222,20 @@ def test_read_error_is_one_clear_line_and_leaves_the_cache_in_order(small):
             logits(loaded)
     raw = raw_stats(loaded)
     assert (raw.used_slots, raw.unfinished, raw.free_slots) == (0, 0, 4)
+    fault(loaded)
+    assert_same(logits(loaded), want)
+
+
+def test_reads_that_worked_beside_one_that_failed_are_not_kept_in_use(small):
+    want = logits(engine.load(small))
+    loaded = engine.load(small, expert_slots=6)
+    fault(loaded, fail_percent=50, error=errno.ENXIO, seed=3)
+    for _ in range(8):
+        with pytest.raises(ExpertReadError, match="No such device"):
+            logits(loaded)
+        raw = raw_stats(loaded)
+        assert (raw.used_slots, raw.unfinished) == (0, 0)
+    assert loaded.stream.stats()["failures"] < loaded.stream.stats()["reads"]
     fault(loaded)
     assert_same(logits(loaded), want)
 
