@@ -33,7 +33,8 @@ class Arena:
     @staticmethod
     def _map(num_bytes: int) -> np.ndarray:
         try:
-            mapping = mmap.mmap(-1, num_bytes)
+            # Private: shared memory, the default, would be a file without huge pages.
+            mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, MemoryError) as error:
             raise ConfigError(
                 f"no memory for {num_bytes} bytes of experts ({error}); choose --expert-layout compact"
