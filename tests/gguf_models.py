@@ -53,12 +53,12 @@ def add_olmoe_keys(writer, config: dict) -> None:
         writer.add_clamp_kqv(config["clip_qkv"])
 
 
-def add_tokenizer(writer) -> None:
+def add_tokenizer(writer, pre: str = "olmo") -> None:
     """The tiny byte-level tokenizer, padded to the model's vocabulary as the converter does."""
     tokens = tiny_models._tokens()
     special = {0, tiny_models.PAD_TOKEN_ID, tiny_models.EOS_TOKEN_ID}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("olmo")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if i in special else 1 for i in range(len(tokens))])
     writer.add_token_merges(tiny_models._MERGES.split("|"))
@@ -67,7 +67,7 @@ def add_tokenizer(writer) -> None:
     writer.add_add_bos_token(False)
 
 
-def write_gguf(path, name_or_config, formats=None, *, seed=None, fused=False, shard_tensors=0, edit=None):
+def write_gguf(path, name_or_config, formats=None, *, seed=None, fused=False, shard_tensors=0, edit=None, pre="olmo"):
     """Write a tiny OLMoE. formats: GGUF name pattern -> ggml Type (default F32; norms and routers stay F32).
 
     shard_tensors: tensors per file of a split set, 0 = one file. edit(writer): adds or replaces keys.
@@ -78,7 +78,7 @@ def write_gguf(path, name_or_config, formats=None, *, seed=None, fused=False, sh
     tensors = olmoe_tensors(tiny_models.make_weights(config, seed), config, fused)
     writer = gguf.GGUFWriter(path, "olmoe", split_max_tensors=shard_tensors)
     add_olmoe_keys(writer, config)
-    add_tokenizer(writer)
+    add_tokenizer(writer, pre)
     if edit:
         edit(writer)
     stored = {}

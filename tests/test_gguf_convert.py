@@ -97,3 +97,14 @@ def test_the_command(source, tmp_path):
         ["convert", source, tmp_path / "t", "--dense-format", "f16"], "--dense-format", "requantizing"
     )
     assert_refused_by_cli(["convert", source, tmp_path / "s"], "exists")
+
+
+def test_an_unknown_pretokenizer_is_refused_until_one_is_given(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "mha_base", pre="future-pre")
+    assert_refused_by_cli(["convert", path, tmp_path / "s"], "future-pre")
+    code, _, err = run_cli("convert", path, tmp_path / "s", "--force-tokenizer", "olmo")
+    assert code == 0, err
+    hf = tmp_path / "hf"
+    tiny_models.make_hf_dir(hf, "mha_base")
+    assert_refused_by_cli(["convert", hf, tmp_path / "t", "--force-tokenizer", "olmo"], "only for GGUF files")

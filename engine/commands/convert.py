@@ -105,10 +105,11 @@ def report(done, as_json: bool) -> None:
 @click.option("--layout", type=click.Choice(["auto", "storage", "compute"]), default="auto", show_default=True,
               help="Store the format's rows, or what kernels read; auto: that where it is hardly larger.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--force-tokenizer", metavar="NAME", help="Pre-tokenizer of a GGUF that names one that is not known.")
 @_options.threads_option
 @_options.json_option
 @click.pass_context
-def convert(click_context, src, out, layout, force, threads, as_json, **formats):
+def convert(click_context, src, out, layout, force, force_tokenizer, threads, as_json, **formats):
     """Convert SRC, a Hugging Face directory or a GGUF file, to a snapshot in OUT.
 
     Formats: see `millstream kernels`. Routers and norms stay float32. A GGUF keeps its formats, bit for bit.
@@ -129,10 +130,13 @@ def convert(click_context, src, out, layout, force, threads, as_json, **formats)
                 layout=layout,
                 threads=threads,
                 force=force,
+                force_tokenizer=force_tokenizer,
                 progress=lambda p: meter.update(p.done_bytes, p.total_bytes, p.name),
             )
         report(done, as_json)
         return
+    if force_tokenizer is not None:
+        raise ConfigError(f"--force-tokenizer {force_tokenizer}: only for GGUF files; {src} has a tokenizer of its own")
     given = click_context.get_parameter_source("experts") is click.core.ParameterSource.COMMANDLINE
     if given and formats["gate_up"] and formats["down"]:
         raise ConfigError(

@@ -7,6 +7,7 @@ from ..kernels import Context
 
 CHOICES = ("auto", "fast", "compact")
 ROLES = ("gate_up", "down")
+ROWS_ARE_STRIPS = ("f32", "f16", "bf16")  # used where they lie, whatever is chosen
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def choose_expert_layout(wanted: str, files, context: Context, available_bytes: 
     for record in files.tensors.values():
         if record.role not in ROLES:
             continue
-        if record.layout is not None:
+        if record.layout is not None or record.format in ROWS_ARE_STRIPS:
             stored += record.nbytes
             continue
         key = record.format, record.rows, record.cols

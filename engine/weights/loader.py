@@ -4,11 +4,10 @@ import numpy as np
 
 from ..errors import WeightsError
 from ..experts import LazyExperts, Recoder, ResidentExperts
+from ..experts.layout import ROWS_ARE_STRIPS as _FLOATS
 from ..kernels import Context, Matrix, aligned_empty
 from ..layers import Vector
 from .architectures import EXPERT_PARTS, expert_matrix_name
-
-_FLOATS = ("f32", "f16", "bf16")  # their storage rows are what kernels read
 
 
 class WeightLoader:
