@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -54,21 +55,42 @@ def is_cached(descriptors: dict[str, int], blocks) -> bool:
     return True
 
 
-def read_in(files, readers: int, progress: Progress | None) -> int:
-    """Bring all experts into the page cache with large reads, in file order. Returns the bytes read; 0 when they are
-    there already, or few. Raises ExpertReadError."""
-    blocks = expert_blocks(files)
-    total = sum(nbytes for _, _, nbytes in blocks)
+@contextmanager
+def _opened(files, blocks):
+    """File name -> descriptor of the files that blocks lie in."""
     descriptors: dict[str, int] = {}
     try:
         for name in dict.fromkeys(file for file, _, _ in blocks):
             descriptors[name] = os.open(files.path_of(name), os.O_RDONLY | os.O_CLOEXEC)
-        if total < SMALL_BYTES or is_cached(descriptors, blocks):
-            return 0
-        return _read_blocks(files, descriptors, blocks, readers, progress, total)
+        yield descriptors
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
+
+
+def _total(blocks) -> int:
+    return sum(nbytes for _, _, nbytes in blocks)
+
+
+def is_cold(files) -> bool:
+    """Whether the experts are many and not in the page cache. Those that are re-coded are then read past it: it would
+    have to hold them besides their strips."""
+    blocks = expert_blocks(files)
+    if _total(blocks) < SMALL_BYTES:
+        return False
+    with _opened(files, blocks) as descriptors:
+        return not is_cached(descriptors, blocks)
+
+
+def read_in(files, readers: int, progress: Progress | None) -> int:
+    """Bring all experts into the page cache with large reads, in file order. Returns the bytes read; 0 when they are
+    there already, or few. Raises ExpertReadError."""
+    blocks = expert_blocks(files)
+    total = _total(blocks)
+    with _opened(files, blocks) as descriptors:
+        if total < SMALL_BYTES or is_cached(descriptors, blocks):
+            return 0
+        return _read_blocks(files, descriptors, blocks, readers, progress, total)
 
 
 def _read_blocks(files, descriptors, blocks, readers: int, progress, total: int) -> int:

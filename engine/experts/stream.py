@@ -10,6 +10,7 @@ from ..moe import MoeBlock
 from ..weights.architectures import model_config
 from .cache import DEFAULT_READERS, ExpertCache
 from .files import ExpertFiles
+from .fitting import is_cold
 from .layout import ExpertLayout, choose_expert_layout
 from .lookahead import LookAhead
 from .pinning import pin_experts
@@ -174,7 +175,8 @@ def plan_experts(
         )
     if options.expert_slots is None:
         layout = choose_expert_layout(options.expert_layout, files, context, max(0, left))
-        if layout.num_bytes <= left and (made or options.io != "direct"):
+        into_slots = options.io == "direct" or (options.io == "auto" and layout.name == "fast" and is_cold(files))
+        if layout.num_bytes <= left and (made or not into_slots):
             if options.lock:
                 check_limit(dense + layout.num_bytes, budget.total_bytes, budget.source)
             return layout, None
