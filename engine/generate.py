@@ -141,6 +141,7 @@ class Generation:
             logits = prefill(self.engine.model, session.kv, sequence[reused:position], reused)
             session.length = session.kv.length
             picks = [sampler.pick(logits[0], sequence[:position], position)]
+        self.speculator.start(self.engine.model.layers.experts_used)
         stats.prefill_s = time.perf_counter() - clock
         while True:
             for token in picks:
@@ -173,7 +174,7 @@ class Generation:
                 break
             sequence[at] = token  # the next row's penalties look at it
         session.length = session.kv.truncate(position - 1 + len(picks))
-        self.speculator.commit(window, len(picks))
+        self.speculator.commit(window, len(picks), self.engine.model.layers.experts_used)
         return picks
 
     def _ends(self, token: int) -> bool:

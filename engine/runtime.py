@@ -9,6 +9,7 @@ from pathlib import Path
 from .config import DRAFT_SOURCES, RuntimeConfig, check_draft_sources
 from .errors import ConfigError
 from .experts.fitting import Progress, load_fitting
+from .experts.layout import expert_bytes
 from .experts.stream import plan_experts
 from .generate import Generation
 from .kernels import Context
@@ -21,6 +22,7 @@ from .spec import LookupSource, make_speculator
 from .spec.draft_model import ModelSource, check_same_tokens
 from .tokenizer import Tokenizer
 from .weights import open_model
+from .weights.architectures import expert_ids
 from .weights.loader import WeightLoader
 from .weights.stream_loader import StreamLoader
 
@@ -115,10 +117,16 @@ class Engine:
             sampling = dataclasses.replace(sampling or self.default_sampling(), **settings)
         sampling = sampling or self.default_sampling()
         speculator = make_speculator(spec, self._draft_sources(draft, sampling))
+        if speculator.stats is not None:
+            speculator.stats.expert_bytes = self._expert_bytes()
         return Generation(
             self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos,
             session=session, speculator=speculator,
         )  # fmt: skip
+
+    def _expert_bytes(self) -> int:
+        layer = next((layer for layer, _ in expert_ids(self.files.tensors)), None)
+        return 0 if layer is None else expert_bytes(self, layer)[0]
 
     def _draft_sources(self, names: Sequence[str], sampling: SamplingParams) -> list:
         check_draft_sources(names)

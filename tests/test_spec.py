@@ -218,6 +218,27 @@ def test_report_counts_what_happened(shipped):
     assert found["tokens_per_round"] == 5 and found["windows"] == {5: 16} and list(found["ms_by_window"]) == [5]
     assert found["acceptance_by_position"] == [1.0] * 4 + [None] * 3
     assert found["sources"] == {"oracle": {"drafted": 64, "accepted": 64}} and found["gain"] is None
+    # 3 layers of 8 experts, 2 per token: 5 rows use at least 2 and at most 8 of each layer.
+    assert 6 <= found["experts_per_round"] <= 24 and found["experts_by_window"] == {5: found["experts_per_round"]}
+
+
+def test_distinct_experts_and_the_bytes_they_cost(shipped):
+    """Counted again from what the router chose."""
+    chosen = []
+    generation = shipped.generate("He said, He said, He said,", max_tokens=80, temperature=0, ignore_eos=True, spec=4)
+    for block in shipped.model.blocks:
+        block.mlp.routed.observers.append(lambda ids, weights: chosen.append(set(ids.ravel().tolist())))
+    try:
+        "".join(generation)
+    finally:
+        for block in shipped.model.blocks:
+            block.mlp.routed.observers.clear()
+    stats = generation.stats.spec
+    distinct = sum(map(len, chosen[len(shipped.model.blocks) :]))  # the prefill comes first
+    assert sum(stats.window_experts) == distinct and stats.windows[1] and stats.windows[4]
+    assert stats.window_experts[1] == 6 * stats.windows[1]  # 2 of each of the 3 layers
+    record = [shipped.files.record(f"layers.0.mlp.experts.0.{part}_proj").nbytes for part in ("gate", "up", "down")]
+    assert stats.report()["extra_expert_bytes"] == (distinct - 6 * stats.rounds) * sum(record)
 
 
 def test_acceptance_by_position_counts_only_drafts_that_were_reached():

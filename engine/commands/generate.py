@@ -51,6 +51,9 @@ def describe_spec(stats) -> str:
     windows = ", ".join(f"{n} rows {count}" for n, count in r["windows"].items())
     sources = ", ".join(f"{name} {s['accepted']}/{s['drafted']}" for name, s in r["sources"].items()) or "no drafts"
     gain = f"; {r['gain']:.2f} x plain decode" if r["gain"] else ""
+    if r["experts_per_round"]:
+        extra = "" if r["extra_expert_bytes"] is None else f", {size(r['extra_expert_bytes'])} more than plain steps"
+        gain = f"; {r['experts_per_round']:.1f} experts a round{extra}{gain}"
     return (
         f"spec: {r['rounds']} rounds of {r['ms_per_round']:.2f} ms, {r['tokens_per_round']:.2f} tokens a round; "
         f"accepted {sources}; windows: {windows}{gain}"

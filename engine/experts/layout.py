@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..kernels import Context
+from ..weights.architectures import EXPERT_PARTS, expert_matrix_name
 
 CHOICES = ("auto", "fast", "compact")
 ROLES = ("gate_up", "down")
@@ -57,3 +58,13 @@ def choose_expert_layout(wanted: str, files, context: Context, available_bytes: 
     if recoded <= available_bytes:
         return ExpertLayout("fast", f"{need} of strips fit into {have}", stored + recoded)
     return ExpertLayout("compact", f"{need} of strips do not fit into {have}", stored + compact)
+
+
+def expert_bytes(engine, layer: int) -> tuple[int, str]:
+    """(bytes of one routed expert of a layer as kernels read it, its formats) of a loaded engine."""
+    records = [engine.files.record(expert_matrix_name(layer, 0, part)) for part in EXPERT_PARTS]
+    context, formats = engine.context, ", ".join(dict.fromkeys(r.format for r in records))
+    if engine.expert_layout.compact:
+        return sum(r.nbytes for r in records), formats
+    layouts = [r.layout or context.layout_of(r.format) for r in records]
+    return sum(context.matrix_bytes(name, r.rows, r.cols) for name, r in zip(layouts, records, strict=True)), formats

@@ -40,6 +40,9 @@ class _TimedSpeculator:
     def __init__(self, profiler, speculator):
         self._profiler, self._speculator, self.stats = profiler, speculator, speculator.stats
 
+    def start(self, experts_used):
+        self._speculator.start(experts_used)
+
     def window(self, text, room):
         profiler = self._profiler
         started = profiler.begin_round(len(text))
@@ -47,10 +50,10 @@ class _TimedSpeculator:
         profiler.add_python("draft", started)
         return window
 
-    def commit(self, window, num_picked):
+    def commit(self, window, num_picked, experts_used):
         profiler = self._profiler
         started = time.perf_counter_ns()
-        self._speculator.commit(window, num_picked)
+        self._speculator.commit(window, num_picked, experts_used)
         profiler.add_python("verify", started)
         profiler.end_round(len(window.ids), num_picked)
 

@@ -8,7 +8,7 @@ tokens.
 import statistics
 from collections import defaultdict
 
-from ..weights.architectures import EXPERT_PARTS, expert_matrix_name
+from ..experts.layout import expert_bytes
 
 STEP_PHASES = (
     "embed", "attention", "router", "expert_gate_up", "quantize", "expert_down", "read_wait", "head", "sample",
@@ -79,17 +79,6 @@ def _stage(profiler, stage: str, wall_s: float) -> tuple[dict, dict, dict]:
     return found, {k: dict(v) for k, v in detail.items()}, {n: dict(v) for n, v in sorted(layers.items())}
 
 
-def _expert_bytes(engine, layer: int) -> tuple[int, str]:
-    """(bytes of one routed expert as kernels read it, its formats)."""
-    records = [engine.files.record(expert_matrix_name(layer, 0, part)) for part in EXPERT_PARTS]
-    context, formats = engine.context, dict.fromkeys(r.format for r in records)
-    if engine.expert_layout.compact:
-        return sum(r.nbytes for r in records), ", ".join(formats)
-    layouts = [r.layout or context.layout_of(r.format) for r in records]
-    total = sum(context.matrix_bytes(name, r.rows, r.cols) for name, r in zip(layouts, records, strict=True))
-    return total, ", ".join(formats)
-
-
 def kernels(profiler, stage: str) -> list[dict]:
     """Seconds, bytes and GB/s by (role, format), all layers together, slowest first."""
     rows: dict = defaultdict(lambda: {"calls": 0, "seconds": 0.0, "bytes": 0})
@@ -101,7 +90,7 @@ def kernels(profiler, stage: str) -> list[dict]:
             row = rows[f"{section} {tag}" if section != tag else tag, fmt]
             row["bytes"] += nbytes * calls
         elif function == "moe_experts":
-            nbytes, fmt = _expert_bytes(profiler.engine, layer)
+            nbytes, fmt = expert_bytes(profiler.engine, layer)
             row = rows["experts", fmt]
             row["bytes"] += nbytes * profiler.experts_run[stage, layer]
         else:

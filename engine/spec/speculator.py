@@ -25,6 +25,8 @@ class SpecStats:
     draft_s: float = 0.0
     windows: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
     window_ms: list[float] = field(default_factory=lambda: [0.0] * (MAX_ROWS + 1))
+    window_experts: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
+    expert_bytes: int = 0  # of one expert, as kernels read it
     offered_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     sources: dict[str, SourceStats] = field(default_factory=dict)
@@ -46,6 +48,14 @@ class SpecStats:
         """Emitted: one a round, and the accepted drafts."""
         return self.rounds + self.accepted
 
+    def extra_expert_bytes(self) -> int | None:
+        """Expert bytes that windows read beyond what as many plain steps as there were rounds would have; None where no
+        plain step was made."""
+        if not self.windows[1]:
+            return None
+        plain = self.window_experts[1] / self.windows[1]
+        return round((sum(self.window_experts) - plain * self.rounds) * self.expert_bytes)
+
     def report(self) -> dict:
         """For --json: counts, rates, and by window length the rounds and mean ms."""
         rounds, total_ms = max(self.rounds, 1), sum(self.window_ms)
@@ -66,6 +76,9 @@ class SpecStats:
             ][: MAX_ROWS - 1],
             "windows": {n: count for n, count in enumerate(self.windows) if count},
             "ms_by_window": {n: self.window_ms[n] / count for n, count in enumerate(self.windows) if count},
+            "experts_by_window": {n: self.window_experts[n] / count for n, count in enumerate(self.windows) if count},
+            "experts_per_round": sum(self.window_experts) / rounds,
+            "extra_expert_bytes": self.extra_expert_bytes(),
             "sources": {name: vars(s) for name, s in self.sources.items()},
         }
 
@@ -84,6 +97,11 @@ class Speculator:
 
     def __init__(self, sources: list[DraftSource], policy):
         self.sources, self.policy, self.stats = sources, policy, SpecStats()
+        self._experts_used = 0
+
+    def start(self, experts_used: int) -> None:
+        """The prefill is over; the model's running count of distinct experts stands here."""
+        self._experts_used = experts_used
 
     def window(self, text: np.ndarray, room: int) -> Window:
         """text: int32 [n], all tokens so far; room: tokens that may still be emitted, >= 1."""
@@ -100,10 +118,13 @@ class Speculator:
             return Window(np.array([text[-1], *drafts], np.int32), key, started)
         return Window(text[-1:], None, started)
 
-    def commit(self, window: Window, num_picked: int) -> None:
-        """The window emitted num_picked tokens: its accepted drafts and the model's own next one."""
+    def commit(self, window: Window, num_picked: int, experts_used: int = 0) -> None:
+        """The window emitted num_picked tokens: its accepted drafts and the model's own next one. experts_used: the
+        model's running count of distinct experts."""
         ms = (time.perf_counter() - window.started) * 1e3
         rows, s = len(window.ids), self.stats
+        s.window_experts[rows] += experts_used - self._experts_used
+        self._experts_used = experts_used
         s.windows[rows] += 1
         s.window_ms[rows] += ms
         if rows == 1:
@@ -124,10 +145,13 @@ class _Plain:
 
     stats = None
 
+    def start(self, experts_used: int) -> None:
+        """Nothing to count."""
+
     def window(self, text: np.ndarray, room: int) -> Window:
         return Window(text[-1:], None, 0.0)
 
-    def commit(self, window: Window, num_picked: int) -> None:
+    def commit(self, window: Window, num_picked: int, experts_used: int = 0) -> None:
         """Nothing to count."""
 
 
