@@ -1,10 +1,10 @@
 """Speculation against plain decode, side by side in one run.
 
-    python scripts/bench_spec.py [--model DIR] [--tokens 256] [--repeat 5] [--text FILE ...] [--oracle] [--json FILE]
+    python scripts/bench_spec.py [--model DIR] [--tokens 256] [--repeat 5] [--only NAME] [--parts lookup,never,oracle] [--json FILE]
 
 Arms: plain, --spec 2, 4, 8 and auto, interleaved, their order rotated from round to round, one round of warm-up, equal
 token counts, medians with the range. Texts that copy (greedy continuations of a table and of a listing) and texts that
-do not (drawn prose), and drafts that never hit (random tokens under auto). With --oracle the drafts are the text
+do not (drawn prose), and drafts that never hit (random tokens under auto). Part "oracle": the drafts are the text
 itself: the upper bound, compared with what the times per window length allow.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,9 @@ def show(name, found):
                 f"  {r['tokens_per_round']:.2f} tokens/round, {r['ms_per_round']:.3f} ms/round, tokens/round : "
                 f"(ms/round : ms/token) = {row['break_even']:.2f}, accepted {r['accepted']}/{r['drafted']}"
             )
+        if "bound" in row:
+            share = row["speedup"] / row["bound"]
+            tail += f", bound {row['bound']:.2f} ({share:.0%}), {row['experts_per_round']:.1f} experts/round"
         low, high = row["spread"]
         print(f"  spec {arm!s:>4}: {row['speedup']:.2f} x  [{low:.2f}, {high:.2f}]{tail}")
 
@@ -96,6 +100,7 @@ def oracle(loaded, ids, sampling, args, tokens):
         if arm:
             plain = statistics.median(found[0]["ms_per_token"])
             row["bound"] = arm * plain / row["report"]["ms_by_window"][arm]
+            row["experts_per_round"] = row["report"]["experts_by_window"][arm]
     return found
 
 
@@ -108,10 +113,12 @@ def main():
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", help="part of the names of the texts to run")
-    parser.add_argument("--oracle", action="store_true")
+    parser.add_argument("--parts", default="lookup,never", help="lookup, never (drafts that never hit), oracle")
+    parser.add_argument("--expert-slots", type=int, help="stream, with so many experts in memory")
     parser.add_argument("--json")
     args = parser.parse_args()
-    loaded = engine.load(args.model, threads=args.threads, isa=args.isa)
+    loaded = engine.load(args.model, threads=args.threads, isa=args.isa, expert_slots=args.expert_slots)
+    parts = args.parts.split(",")
     print(" ".join(["python", *sys.argv]), f"; tier {loaded.context.tier}, {loaded.context.num_threads} threads")
     results = {}
     for name, (file, start, length, sampling) in TEXTS.items():
@@ -119,16 +126,18 @@ def main():
             continue
         text = (HELDOUT / file).read_text()[start : start + length]
         ids = loaded.tokenizer.encode(text)[: args.prompt_tokens]
-        found, tokens = measure(loaded, ids, sampling, args, ARMS, lambda: [LookupSource()])
-        results[name] = summary(found)
-        show(name, found)
-        never, _ = measure(
-            loaded, ids, sampling, args, (0, "auto"), lambda: [RandomSource(loaded.model.config.vocab_size)]
-        )
-        results[name + ", drafts never hit"] = summary(never)
-        show(name + ", drafts never hit", never)
-        if args.oracle:
-            results[name + ", oracle"] = best = oracle(loaded, ids, sampling, args, tokens)
+        plain = run(loaded, ids, sampling, args.tokens, 0, list)
+        if "lookup" in parts:
+            found, _ = measure(loaded, ids, sampling, args, ARMS, lambda: [LookupSource()])
+            results[name] = summary(found)
+            show(name, found)
+        if "never" in parts:
+            vocab_size = loaded.model.config.vocab_size
+            never, _ = measure(loaded, ids, sampling, args, (0, "auto"), partial(list, [RandomSource(vocab_size)]))
+            results[name + ", drafts never hit"] = summary(never)
+            show(name + ", drafts never hit", never)
+        if "oracle" in parts:
+            results[name + ", oracle"] = best = oracle(loaded, ids, sampling, args, plain.token_ids)
             show(name + ", oracle", best)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
