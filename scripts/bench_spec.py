@@ -1,6 +1,6 @@
 """Speculation against plain decode, side by side in one run.
 
-    python scripts/bench_spec.py [--model DIR] [--tokens 256] [--repeat 5] [--only NAME] [--parts lookup,never,oracle] [--json FILE]
+    python scripts/bench_spec.py [--model FILE] [--tokens 256] [--only NAME] [--parts lookup,never,oracle] [--json FILE]
 
 Arms: plain, --spec 2, 4, 8 and auto, interleaved, their order rotated from round to round, one round of warm-up, equal
 token counts, medians with the range. Texts that copy (greedy continuations of a table and of a listing) and texts that
