@@ -254,6 +254,10 @@ def test_command_line():
     ours, theirs = json.loads(done.stdout), json.loads(plain_run.stdout)
     assert ours["token_ids"] == theirs["token_ids"] and theirs["stats"]["spec"] is None
     assert ours["stats"]["spec"]["rounds"] >= 1 and "tokens a round" in done.stderr
+    auto = run("generate", "He said, He said,", "-n", 40, "--temperature", 0, "--json", "--spec", "auto")
+    report = json.loads(auto.stdout)["stats"]["spec"]
+    assert report["policy"] == "auto" and report["reason"] in auto.stderr and "switched" in auto.stderr
+    assert all(s["why"] and s["from_rows"] != s["to_rows"] for s in report["switches"])
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def describe_spec(stats) -> str:
     if r["experts_per_round"]:
         extra = "" if r["extra_expert_bytes"] is None else f", {size(r['extra_expert_bytes'])} more than plain steps"
         gain = f"; {r['experts_per_round']:.1f} experts a round{extra}{gain}"
+    if r["policy"] == "auto":
+        gain += f"; auto switched {len(r['switches'])} times, last: {r['reason']}"
     return (
         f"spec: {r['rounds']} rounds of {r['ms_per_round']:.2f} ms, {r['tokens_per_round']:.2f} tokens a round; "
         f"accepted {sources}; windows: {windows}{gain}"
