@@ -20,6 +20,7 @@ from .commands.generate import generate
 from .commands.inspect import inspect
 from .commands.kernels import kernels
 from .commands.perplexity import perplexity
+from .commands.tune import tune
 from .errors import EngineError
 
 EXIT_INTERRUPTED = 130
@@ -33,7 +34,7 @@ def cli():
     """A CPU engine for Mixture-of-Experts language models."""
 
 
-for command in (generate, chat, perplexity, convert, inspect, doctor, kernels, bench):
+for command in (generate, chat, perplexity, convert, inspect, doctor, kernels, bench, tune):
     cli.add_command(command)
 
 

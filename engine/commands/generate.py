@@ -6,7 +6,7 @@ import sys
 import click
 
 from ..errors import ConfigError
-from . import _conversation, _options, _profile, _recoding, _sampling, _speculation, _streaming
+from . import _conversation, _options, _profile, _recoding, _sampling, _speculation, _streaming, _tuned
 from ._output import decode_utf8, note, read_text_file, size, write, write_json
 
 INTERRUPTED = "interrupted"
@@ -189,6 +189,7 @@ def generate(
     _conversation.check_chat_options(context["chat"], context["chat_template"], context["system"])
     run = Run(read_prompt(prompt, prompt_file), as_json, _profile.Profiling(_profile.take(options)))
     try:
+        spec = _tuned.apply(click_context, runtime, spec)
         choices = _speculation.spec_choices(spec, draft, runtime["draft_model"])
         limits = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos}
         run(runtime, options, context, route_trace, **limits, **choices)

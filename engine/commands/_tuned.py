@@ -1,0 +1,29 @@
+"""Settings that `millstream tune` found for this model on this machine, where an option is not given."""
+
+from pathlib import Path
+
+from click.core import ParameterSource
+
+from ._output import note
+
+
+def apply(click_context, runtime: dict, spec: str) -> str:
+    """Fill in `runtime`; returns the value of --spec. Prints what is used, or why a file is not."""
+    from ..runtime import SHIPPED_MODEL
+
+    path = Path(runtime["model"] or SHIPPED_MODEL).absolute()
+    if not path.with_name(path.name + ".tune.json").exists():
+        return spec
+    from ..tune import load_settings
+    from ..weights import open_model
+
+    settings, problem = load_settings(open_model(path))
+    if problem:
+        note(problem)
+    given = {name for name in settings if click_context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    used = {name: value for name, value in settings.items() if name not in given}
+    if used:
+        note("tuned: " + ", ".join(f"{name.replace('_', '-')} {value}" for name, value in used.items()))
+    spec = str(used.pop("spec", spec))
+    runtime.update(used)
+    return spec

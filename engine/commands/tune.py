@@ -1,0 +1,54 @@
+"""`millstream tune`: find the fastest settings for a model here, and keep them beside it."""
+
+import dataclasses
+
+import click
+
+from ..errors import ConfigError
+from . import _options, _streaming
+from ._output import note, write, write_json
+from .generate import read_prompt
+
+DEFAULT_PROMPT = "Once upon a time there was a miller who lived by a stream, and every morning he"
+
+
+@click.command()
+@click.argument("prompt", required=False, default=DEFAULT_PROMPT)
+@click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from a file.")
+@_options.model_option
+@click.option("--ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="As in generate.")
+@click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=64, show_default=True, metavar="N",
+              help="Tokens to decode in each measurement.")  # fmt: skip
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Measured rounds.")
+@click.option("--dry-run", is_flag=True, help="Print, write nothing.")
+@_options.json_option
+def tune(prompt, prompt_file, model, ram, max_tokens, repeat, dry_run, as_json):
+    """Try threads, reading modes, cache policies and speculation on PROMPT; keep what is at least 3 % faster.
+
+    Every candidate must decode the same tokens. The settings are written beside the model, and `generate` uses them
+    where an option is not given.
+    """
+    from .. import tune as tuning
+
+    text = read_prompt(prompt if prompt_file is None else None, prompt_file)
+    loaded = _streaming.load(model, ram=ram)
+    note(_options.describe(loaded))
+    ids = loaded.tokenizer.encode(text) or [0]
+    if len(ids) + max_tokens + 1 > loaded.max_context:
+        room = loaded.max_context
+        raise ConfigError(f"tune: {len(ids)} prompt tokens and {max_tokens} more exceed the context of {room}")
+    base = {} if ram is None else {"ram": ram}
+    outcome = tuning.tune(model, loaded, ids, max_tokens, repeat, base, lambda t: note(_line(t)))
+    path = None if dry_run or not outcome.settings else tuning.save(loaded.files, outcome)
+    if as_json:
+        write_json(dataclasses.asdict(outcome) | {"written": path and str(path)})
+        return
+    chosen = ", ".join(f"{k} {v}" for k, v in outcome.settings.items())
+    write(f"{chosen}: {outcome.gain:.2f} x the defaults\n" if chosen else "the defaults are the fastest\n")
+    if path is not None:
+        note(f"written: {path}")
+
+
+def _line(trial) -> str:
+    speeds = f"{trial.before:.2f} -> {trial.after:.2f} tok/s, " if trial.after else ""
+    return f"{trial.setting} {trial.value}: {speeds}{'kept' if trial.kept else trial.why}"
