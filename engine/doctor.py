@@ -20,7 +20,6 @@ FEATURES = ("avx", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512
 ROWS, COLS = 264, 512  # not a multiple of a thread's share; two blocks of the longest format
 TOKEN_COUNTS = (1, 8)
 SPEED_BYTES, COMPACT_SPEED_BYTES = 64 << 20, 8 << 20  # read per format for the speed figures
-LITTLE_MEMORY_BYTES = 256 << 20
 
 
 @dataclass
@@ -144,11 +143,9 @@ def check_shipped_model(problems: list[str]) -> dict:
     return {"path": str(SHIPPED_MODEL), "ok": True, "bytes": checked}
 
 
-def check_memory(root: str | Path, problems: list[str]) -> dict:
+def memory_report(root: str | Path) -> dict:
     """MemAvailable and every cgroup limit, with the smallest as what can be used."""
     plan = hardware.memory_limits(root)
-    if plan.total_bytes and plan.available_bytes < LITTLE_MEMORY_BYTES:
-        problems.append(f"only {plan.available_bytes >> 20} MiB of memory are available")
     limits = [{**asdict(limit), "available_bytes": limit.available_bytes} for limit in plan.limits]
     return {
         "total_bytes": plan.total_bytes,
@@ -158,8 +155,17 @@ def check_memory(root: str | Path, problems: list[str]) -> dict:
     }
 
 
-def examine(root: str | Path = "/") -> dict:
-    """The whole report, ready for JSON; `problems` is empty when all is well."""
+def machine_report(root: str | Path, model: str | Path | None, tier: str | None, problems: list[str]) -> list[dict]:
+    """The checks of machine_checks as JSON; what is wrong is added to `problems`."""
+    from .machine_checks import check_machine
+
+    checks = check_machine(kernels.Context(tier) if tier else None, root, model)
+    problems += [check.line() for check in checks if not check.ok]
+    return [{**asdict(check), "line": check.line()} for check in checks]
+
+
+def examine(root: str | Path = "/", model: str | Path | None = None) -> dict:
+    """The whole report, ready for JSON; `problems` is empty when all is well. model: whose disk is measured."""
     from . import __version__
     from .config import RuntimeConfig
 
@@ -181,7 +187,8 @@ def examine(root: str | Path = "/") -> dict:
         "tier": tier,
         "tier_forced_by": "MILLSTREAM_ISA" if os.environ.get("MILLSTREAM_ISA") else None,
         "threads": asdict(threads),
-        "memory": check_memory(root, problems),
+        "memory": memory_report(root),
+        "checks": machine_report(root, model, tier, problems),
         "formats": [asdict(entry) for entry in formats],
         "shipped_model": check_shipped_model(problems),
         "problems": problems,

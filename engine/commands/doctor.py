@@ -53,6 +53,7 @@ def as_text(found: dict) -> str:
         *_tiers(found),
         f"threads: {found['threads']['count']} ({found['threads']['reason']})",
         *_memory(found["memory"]),
+        *(check["line"] for check in found["checks"]),
         f"shipped model: {'ok' if shipped['ok'] else 'NOT USABLE'} ({shipped['path']})",
         "",
         table(rows, ("format", "layout", "codec", "kernel", "against scalar", "GB/s", "compact GB/s")),
@@ -65,13 +66,16 @@ def as_text(found: dict) -> str:
 
 
 @click.command()
+@click.option(
+    "--model", "-m", metavar="FILE", help="Measure the disk that this model is on (default: a temporary file)."
+)
 @_options.json_option
 @click.pass_context
-def doctor(click_context, as_json):
-    """Check CPU, threads, memory limits, kernels and the shipped model. Exit code 1 when something is wrong."""
+def doctor(click_context, model, as_json):
+    """Check CPU, threads, limits, disk, kernels and the shipped model. Exit code 1 when something is wrong."""
     from ..doctor import examine
 
-    found = examine()
+    found = examine(model=model)
     if as_json:
         write_json(found)
     else:

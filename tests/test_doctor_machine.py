@@ -1,0 +1,185 @@
+"""The machine checks of `millstream doctor`: what they find in made-up machines, and that something wrong is exit 1."""
+
+import errno
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from engine import disk_bandwidth, doctor, machine_checks
+from engine.cli import cli
+from engine.errors import ConfigError
+
+
+def make_root(tmp_path, files):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+CGROUP = {
+    "proc/self/cgroup": "0::/\n",
+    "proc/self/mountinfo": "1 0 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+    "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n",
+    "sys/devices/system/cpu/online": "0-7\n",
+    **{f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}\n" for n in range(8)},
+}
+
+
+@pytest.mark.parametrize(
+    ("affinity", "cpu_max", "words", "todo", "ok"),
+    [
+        (
+            set(range(8)),
+            "max 100000",
+            ("4 on 4 physical cores (CPU 0-3)", "SMT on", "8 of 8", "no CPU quota"),
+            "",
+            True,
+        ),
+        ({0, 2, 4}, "max 100000", ("2 on 2 physical cores (CPU 0,2)", "3 of 8"), "widen the affinity mask", True),
+        ({0, 1}, "max 100000", ("2 on 2", "SMT off", "2 of 8"), "widen the affinity mask", True),
+        (set(range(8)), "250000 100000", ("2 on 4", "quota 2.5 CPUs"), "raise the container's CPU quota to 4", True),
+        (set(range(8)), "50000 100000", ("1 on 4", "quota 0.5 CPUs"), "at least one whole CPU", False),
+    ],
+)
+def test_placement(tmp_path, affinity, cpu_max, words, todo, ok):
+    root = make_root(tmp_path, {**CGROUP, "sys/fs/cgroup/cpu.max": cpu_max})
+    check = machine_checks.thread_placement(root, affinity)
+    assert all(word in check.found for word in words)
+    assert todo in check.todo
+    assert bool(check.todo) == bool(todo)
+    assert check.ok == ok
+
+
+def test_memory_limit_that_binds(tmp_path):
+    root = make_root(tmp_path, CGROUP)
+    assert machine_checks.memory_room(root).found == "4096 MiB can be used, which MemAvailable sets"
+    make_root(tmp_path, {"sys/fs/cgroup/memory.max": f"{1 << 30}", "sys/fs/cgroup/memory.current": f"{900 << 20}"})
+    check = machine_checks.memory_room(root)
+    assert check.found == "124 MiB can be used, which memory.max of cgroup / sets"
+    assert not check.ok
+    assert "only 124 MiB of memory are available" in check.todo
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "advice"),
+    [
+        ("always [madvise] never", "madvise", False),
+        ("[always] madvise never", "always", False),
+        ("always madvise [never]", "never", True),
+    ],
+)
+def test_huge_pages(tmp_path, text, found, advice):
+    root = make_root(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
+    check = machine_checks.huge_pages(root)
+    assert (check.found, bool(check.todo), check.ok) == (found, advice, True)
+    assert machine_checks.huge_pages(tmp_path / "nothing").figures == {"setting": None}
+
+
+def test_lock_limit():
+    assert "8 MiB" in machine_checks.lock_limit(8 << 20, unlimited=False).line()
+    assert "ulimit -l" in machine_checks.lock_limit(8 << 20, unlimited=False).todo
+    assert machine_checks.lock_limit(0, unlimited=True).todo == ""
+
+
+def test_disk_reads_cover_sizes_and_depths(tmp_path, monkeypatch):
+    """Every combination reads: whole requests, inside the file, at the depth it names."""
+    file = tmp_path / "model.bin"
+    file.write_bytes(os.urandom(1 << 20))
+    reads, real = [], os.preadv
+
+    def preadv(descriptor, buffers, offset):
+        reads.append((len(buffers[0]), offset))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(disk_bandwidth.os, "preadv", preadv)
+    monkeypatch.setattr(disk_bandwidth, "SECONDS_EACH", 0.005)
+    report = disk_bandwidth.measure_file(file)
+    found = {(speed.request_bytes, speed.depth) for speed in report.speeds}
+    assert found == {(size, depth) for size in (64 << 10, 1 << 20) for depth in (1, 4, 16)}
+    assert len([note for note in report.notes if note.startswith("4096 KiB")]) == 3
+    assert {size for size, _ in reads[1:]} == {64 << 10, 1 << 20}
+    assert {offset for size, offset in reads[1:] if size == 64 << 10} == set(range(0, 1 << 20, 64 << 10))
+    assert all(speed.gb_per_s > 0 for speed in report.speeds)
+
+
+def test_disk_falls_back_to_buffered_reads_with_a_note(tmp_path, monkeypatch):
+    file = tmp_path / "model.bin"
+    file.write_bytes(os.urandom(1 << 20))
+    real = os.open
+
+    def refuse(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(disk_bandwidth.os, "open", refuse)
+    monkeypatch.setattr(disk_bandwidth, "SECONDS_EACH", 0.005)
+    check = machine_checks.read_disk(file)
+    assert check.ok
+    assert check.figures["mode"] == "buffered"
+    assert "refuses direct reads" in check.found
+    assert "direct reads" in check.todo
+
+
+def test_depth_that_is_enough():
+    speeds = [disk_bandwidth.DiskSpeed(1 << 20, depth, speed) for depth, speed in ((1, 1.0), (4, 1.9), (16, 2.0))]
+    report = disk_bandwidth.DiskReport("x", "direct", speeds)
+    assert report.enough_depth(1 << 20) == 4
+    assert report.enough_depth(4 << 20) is None
+
+
+def test_the_largest_file_of_a_directory_is_read(tmp_path):
+    make_root(tmp_path, {"config.json": "{}", "a/model.safetensors": "x" * (64 << 10)})
+    assert disk_bandwidth.largest_file(tmp_path).name == "model.safetensors"
+    with pytest.raises(ConfigError, match="no file of at least 64 KiB"):
+        disk_bandwidth.largest_file(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        disk_bandwidth.largest_file(tmp_path / "nothing")
+
+
+def run_doctor(monkeypatch, *args):
+    monkeypatch.setattr(doctor, "check_formats", lambda tier, problems: ("scalar", []))
+    monkeypatch.setattr(disk_bandwidth, "SECONDS_EACH", 0.002)
+    monkeypatch.setattr(machine_checks, "memory_bandwidth", lambda context, size: 12.5)
+    return CliRunner().invoke(cli, ["doctor", *args])
+
+
+def test_command_prints_one_line_each_and_the_same_as_json(tmp_path, monkeypatch):
+    file = tmp_path / "model.bin"
+    file.write_bytes(os.urandom(4 << 20))
+    done = run_doctor(monkeypatch, "--json", "--model", str(file))
+    found = json.loads(done.stdout)
+    names = [check["name"] for check in found["checks"]]
+    assert names == ["placement", "memory limit", "huge pages", "lock limit", "memory bandwidth", "disk"]
+    assert found["checks"][-1]["figures"]["path"] == str(file)
+    assert len(found["checks"][-1]["figures"]["speeds"]) == 9
+    assert done.exit_code == (1 if found["problems"] else 0)
+    text = run_doctor(monkeypatch, "--model", str(file)).stdout
+    assert all(f"\n{name}: " in text for name in names)
+    assert "12.5 GB/s" in text
+
+
+def test_command_fails_when_the_disk_does(tmp_path, monkeypatch):
+    def broken(descriptor, mode, size, request, depth, seconds):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "model.bin")
+
+    file = tmp_path / "model.bin"
+    file.write_bytes(os.urandom(1 << 20))
+    monkeypatch.setattr(disk_bandwidth, "_measure", broken)
+    done = run_doctor(monkeypatch, "--model", str(file))
+    assert done.exit_code == 1
+    assert "problem: disk: model.bin: Input/output error" in done.stdout
+
+
+def test_command_fails_below_one_cpu(tmp_path, monkeypatch):
+    placement = machine_checks.thread_placement(
+        make_root(tmp_path, {**CGROUP, "sys/fs/cgroup/cpu.max": "50000 100000"}), {0, 1}
+    )
+    monkeypatch.setattr(machine_checks, "thread_placement", lambda root: placement)
+    done = run_doctor(monkeypatch, "--json")
+    assert done.exit_code == 1
+    assert any("quota 0.5 CPUs" in problem for problem in json.loads(done.stdout)["problems"])
