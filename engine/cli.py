@@ -20,6 +20,7 @@ from .commands.generate import generate
 from .commands.inspect import inspect
 from .commands.kernels import kernels
 from .commands.perplexity import perplexity
+from .commands.plan import plan
 from .commands.tune import tune
 from .errors import EngineError
 
@@ -34,7 +35,7 @@ def cli():
     """A CPU engine for Mixture-of-Experts language models."""
 
 
-for command in (generate, chat, perplexity, convert, inspect, doctor, kernels, bench, tune):
+for command in (generate, chat, perplexity, convert, inspect, doctor, kernels, bench, tune, plan):
     cli.add_command(command)
 
 

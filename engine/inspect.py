@@ -112,15 +112,21 @@ def gguf_facts(files) -> dict:
     return {"version": files.gguf_version, "alignment": files.gguf_alignment, "metadata": metadata}
 
 
+def roles_of(files, context) -> dict[str, Group]:
+    """Every role's tensors counted together."""
+    roles: dict[str, Group] = {}
+    for record in files.tensors.values():
+        roles.setdefault(record.role, Group()).add(record, _memory_bytes(record, context))
+    return roles
+
+
 def inspect_model(files, context) -> dict:
     """Everything `millstream inspect` shows, ready for JSON. context: engine.kernels.Context for layout sizes."""
-    roles: dict[str, Group] = {}
+    roles = roles_of(files, context)
     layers: dict[int, dict[str, list[str]]] = {}
     total = Group()
     for record in files.tensors.values():
-        memory_bytes = _memory_bytes(record, context)
-        roles.setdefault(record.role, Group()).add(record, memory_bytes)
-        total.add(record, memory_bytes)
+        total.add(record, _memory_bytes(record, context))
         layer = _layer_of(record.name)
         if layer is not None:
             formats = layers.setdefault(layer, {}).setdefault(record.role, [])

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 from cli_program import ENVIRONMENT, ROOT, assert_error, make_snapshot, run
 
-COMMANDS = ["generate", "chat", "perplexity", "convert", "inspect", "doctor", "kernels"]
+COMMANDS = ["generate", "chat", "perplexity", "convert", "inspect", "doctor", "kernels", "plan"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,251 @@
+"""What a run of a model would take and how fast it would be, from its headers and this machine's measured speeds.
+
+`plan_memory` decides as a run does (engine.experts.stream.plan_experts, engine.memory.make_plan); `predict` is
+arithmetic on measured figures and has no other source, so that it can be tested without a clock. Whatever neither
+headers nor measurements say is an assumption, and listed.
+"""
+
+from dataclasses import dataclass, replace
+
+from . import memory
+from .errors import ConfigError
+from .experts.cache import DEFAULT_READERS
+from .experts.history import Usage, history_path, model_fingerprint
+from .experts.places import ExpertPlaces
+from .experts.stream import plan_experts
+from .inspect import bytes_per_token, roles_of
+
+PREFILL_BLOCK = 512  # tokens of one forward call, as engine.runtime has it
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """plan: None when everything fits without slots. places: where experts lie, None without experts or when resident.
+    expert_bytes: mean bytes of an expert in the file; num_experts: of a layer."""
+
+    layout: object
+    plan: memory.Plan | None
+    budget: memory.Budget
+    places: ExpertPlaces | None
+    dense_bytes: int
+    kv_bytes: int
+    positions: int
+
+    @property
+    def streams(self) -> bool:
+        return self.plan is not None and self.plan.num_slots < self.plan.num_experts
+
+
+def context_length(files, ctx: int | None) -> int:
+    """Positions of a run, as engine.runtime takes them."""
+    trained = files.model_config.max_position_embeddings
+    if ctx is not None and ctx > trained:
+        raise ConfigError(f"--ctx {ctx} exceeds the {trained} positions this model was made for")
+    return ctx or trained
+
+
+def plan_memory(files, context, options) -> MemoryChoice:
+    """What is resident and how many experts fit. Raises ConfigError as a run would when memory is short."""
+    if files.kind == "plan":
+        options = replace(options, io="buffered")  # there is no file to look at
+    positions = context_length(files, options.ctx)
+    max_tokens = min(PREFILL_BLOCK, positions)
+    layout, stream = plan_experts(files, context, options, positions, max_tokens)
+    dense = memory.dense_bytes(files, context)
+    kv = memory.kv_estimate(files.model_config, positions, max_tokens, options.kv)
+    if stream is None:
+        return MemoryChoice(layout, None, memory.make_budget(options.ram), None, dense, kv, positions)
+    places = stream.places
+    readers = options.readers or DEFAULT_READERS
+    fixed = {
+        "program": memory.resident_bytes() + memory.GROWTH_BYTES,
+        "dense weights": dense,
+        "kv cache": kv,
+        "activations": memory.scratch_estimate(files, max_tokens, context.num_threads),
+        "read buffers": places.staging_bytes * (readers + 2),
+        "page cache": memory.PAGE_CACHE_FLOOR_BYTES,
+    }
+    top = files.model_config.num_experts_per_tok
+    plan = memory.make_plan(stream.budget, fixed, places.slot_bytes, len(places.keys), top, options.expert_slots)
+    return MemoryChoice(layout, plan, stream.budget, places, dense, kv, positions)
+
+
+def expected_hits(files, num_slots: int, num_experts: int, demand: int) -> tuple[float, str]:
+    """Share of a token's experts that slots hold, and where the figure is from."""
+    if num_slots >= num_experts:
+        return 1.0, "all experts are in memory"
+    if num_slots < demand:
+        return 0.0, "assumed: a cache below the demand of one token never hits"
+    try:
+        usage = Usage.read(history_path(files))
+    except (FileNotFoundError, NotADirectoryError):
+        usage = None
+    if usage is not None and usage.tokens and usage.fingerprint in ("", model_fingerprint(files)):
+        ordered = sorted(usage.uses.ravel(), reverse=True)
+        share = sum(ordered[:num_slots]) / max(sum(ordered), 1e-9)
+        return share, f"usage history of {usage.tokens:.0f} tokens: the {num_slots} most used experts stay"
+    return (
+        num_slots / num_experts,
+        "assumed: every expert is as likely as the others (no usage history beside the model)",
+    )
+
+
+def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: int, miss_share: float,
+            expert_bytes: float, disk_mb_s: float | None, recode_gb_s: float | None, experts_per_layer: int,
+            prompt: int, block: int = PREFILL_BLOCK) -> dict:  # fmt: skip
+    """Tokens per second of decode and prefill.
+
+    speed: a machine_speed.ModelSpeed. expert_share: part of a step's time that experts take. demand: experts of a
+    token; miss_share: part of them that must be read; layers: with experts. A layer's reads run beside the products of
+    the experts that are there, so the longer of the two counts; re-coding takes processor time from both.
+    """
+    step, prefill = speed.step_s, speed.prefill_s
+    misses = demand * miss_share
+    read = recode = prefill_read = 0.0
+    if misses:
+        bandwidth = disk_mb_s * 1e6
+        rate = (recode_gb_s or float("inf")) * 1e9
+        read, recode = misses * expert_bytes / bandwidth, misses * expert_bytes / rate
+        experts_s = step * expert_share + recode
+        step = step * (1 - expert_share) + max(experts_s, read)
+        top, blocks = demand / layers, -(-prompt // block)
+        used = experts_per_layer * (1 - (1 - top / experts_per_layer) ** min(prompt, block))
+        prefill_bytes = blocks * layers * used * miss_share * expert_bytes
+        prefill_read = prefill_bytes / bandwidth
+        prefill = max(prefill + prefill_bytes / rate, prefill_read)
+    step += loop_s
+    return {
+        "decode_tok_s": 1 / step,
+        "prefill_tok_s": prompt / prefill,
+        "step_ms": step * 1e3,
+        "loop_ms": loop_s * 1e3,
+        "read_ms": read * 1e3,
+        "recode_ms": recode * 1e3,
+        "missed_bytes_per_token": misses * expert_bytes,
+        "bound": "disk" if read > step * 0.5 else "kernels",
+    }
+
+
+def describe_bytes(files, context) -> dict:
+    """Bytes by role in the file and in memory, and what a decode step reads."""
+    roles = roles_of(files, context)
+    per_token = bytes_per_token(roles, files.model_config, files.tied_head)
+    return {
+        "roles": {
+            name: {"nbytes": g.nbytes, "memory_bytes": g.memory_bytes, "formats": g.formats}
+            for name, g in roles.items()
+        },
+        "bytes_per_token": per_token,
+    }
+
+
+def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s: float | None, measure) -> dict:
+    """Everything `millstream plan` prints. measure: engine.machine_speed, or something with its functions."""
+    choice, counted = plan_memory(files, context, options), describe_bytes(files, context)
+    if prompt + 1 > choice.positions:
+        raise ConfigError(f"--prompt {prompt}: the context holds {choice.positions} positions; raise --ctx")
+    assumptions = [f"decoding is measured behind {prompt} positions; further ones cost attention time on top"]
+    if files.kind == "plan":
+        assumptions.append("the model is not here: matrices as storage rows of one format, routers and norms float32")
+    config, layers = files.model_config, memory.count_moe_layers(files)
+    demand = layers * config.num_experts_per_tok
+    num_experts, places, plan = layers * config.num_experts, choice.places, choice.plan
+    slots = plan.num_slots if plan else num_experts
+    hit_rate, hit_source = expected_hits(files, slots, num_experts, demand) if layers else (1.0, "no routed experts")
+    nbytes = sum(group["nbytes"] for role, group in counted["roles"].items() if role in memory.EXPERT_ROLES)
+    expert_bytes = nbytes / num_experts if num_experts else 0.0
+    disk = recode = None
+    recoded = [r for r in files.tensors.values() if r.role in memory.EXPERT_ROLES and r.layout is None]
+    if recoded and not choice.layout.compact and choice.layout.name != "stored":
+        recode = measure.recode_gb_s(context, recoded[0])
+    if choice.streams:
+        if options.readers is None:
+            assumptions.append(f"{DEFAULT_READERS} readers")
+        disk = _disk(files, places, options, disk_mb_s, measure, assumptions)
+    elif disk_mb_s is not None:
+        raise ConfigError("--disk: nothing is streamed, so it does nothing; leave it out")
+    if recode and not choice.streams:
+        assumptions.append(
+            f"the first use of an expert re-codes it once ({nbytes / recode / 1e9:.1f} s for all); speeds are without"
+        )
+    # Distinct synthetic layers: at most a quarter of what is free, and no more than fills every cache.
+    pool = min(1 << 30, memory.make_budget(None).total_bytes // 4)
+    speed = measure.model_speed(
+        files, context, choice.layout.compact, prompt=prompt, max_tokens=min(PREFILL_BLOCK, choice.positions),
+        kv=options.kv, window=window, pool_bytes=pool,
+    )  # fmt: skip
+    assumptions.append(
+        f"speeds are those of the model's shapes and formats on random weights ({speed.distinct_layers} of "
+        f"{config.num_hidden_layers} layers with bytes of their own), on this machine as busy as it is now"
+    )
+    per_token = counted["bytes_per_token"]
+    figures = predict(
+        speed, loop_s=measure.loop_seconds(options), layers=max(layers, 1),
+        expert_share=per_token["active_experts"] / max(per_token["total"], 1), demand=demand,
+        miss_share=1 - hit_rate if choice.streams else 0.0, expert_bytes=expert_bytes,
+        disk_mb_s=disk["mb_s"] if disk else None, recode_gb_s=recode, experts_per_layer=max(config.num_experts, 1),
+        prompt=prompt,
+    )  # fmt: skip
+    spec = None
+    if window > 1:
+        ratio = speed.window_s / speed.step_s
+        spec = {"rows": window, "window_ms": speed.window_s * 1e3, "pays_from_tokens_per_round": ratio}
+        assumptions.append(
+            "how many drafts are accepted depends on the text; what a window costs assumes resident experts"
+        )
+    spent = plan and {"roles": plan.roles, "slot_bytes": plan.slot_bytes, "planned_bytes": plan.planned_bytes}
+    warning = memory.cliff_warning(slots, layers, config.num_experts_per_tok, int(expert_bytes)) if layers else None
+    return {
+        "path": str(files.path),
+        "architecture": files.architecture,
+        **counted,
+        "budget_bytes": choice.budget.total_bytes,
+        "budget_source": choice.budget.source,
+        "budget_note": choice.budget.note,
+        "dense_bytes": choice.dense_bytes,
+        "kv_bytes": choice.kv_bytes,
+        "kv": options.kv,
+        "positions": choice.positions,
+        "expert_layout": {"name": choice.layout.name, "reason": choice.layout.reason, "bytes": choice.layout.num_bytes},
+        "plan": spent,
+        "slots": slots,
+        "experts": num_experts,
+        "demand": {"experts": demand, "layers": layers, "top": config.num_experts_per_tok, "expert_bytes": expert_bytes,
+                   "bytes": demand * expert_bytes},
+        "streams": choice.streams,
+        "hit_rate": hit_rate,
+        "hit_rate_source": hit_source,
+        "warning": warning,
+        "threads": context.num_threads,
+        "tier": context.tier,
+        "memory_gb_s": measure.memory_bandwidth(context),
+        "disk": disk,
+        "recode_gb_s": recode,
+        "prompt_tokens": prompt,
+        "prediction": figures,
+        "spec": spec,
+        "assumptions": assumptions,
+        "verdict": _verdict(choice.streams, figures),
+    }  # fmt: skip
+
+
+def _verdict(streams: bool, figures: dict) -> str:
+    how = "will stream at" if streams else "fits in memory:"
+    speeds = f"{figures['decode_tok_s']:.3g} tok/s decode, {figures['prefill_tok_s']:.3g} tok/s prefill"
+    return f"{how} about {speeds}"
+
+
+def _disk(files, places, options, given: float | None, measure, assumptions: list[str]) -> dict:
+    readers = options.readers or DEFAULT_READERS
+    if given is not None:
+        assumptions.append(f"disk {given:g} MB/s, as given")
+        return {"mb_s": given, "measured": False}
+    if files.kind == "plan":
+        raise ConfigError("the model would stream, and there is no file to measure the disk on; give --disk MB/S")
+    first = places.file_names[0]
+    pieces = [places.table[key].pieces[n] for key in places.keys for n in range(places.table[key].num_pieces)]
+    ranges = [(piece.offset, piece.nbytes) for piece in pieces if piece.file == 0]
+    found = measure.disk_speed(files.path_of(first), ranges, readers)
+    if not found.direct:
+        assumptions.append("the file system refuses direct reads: the disk's figure may be that of the page cache")
+    return {**vars(found), "measured": True}
