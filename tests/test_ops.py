@@ -5,6 +5,7 @@ the test compiles per tier, for the operations that no public call shows alone.
 """
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -32,9 +33,16 @@ from native_calls import (
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = [1, 3, 15, 16, 17, 31, 64, 100, 257, 2048]
-OPS = ["quantize_q8", "rmsnorm", "clip", "softmax", "logsumexp", "swiglu", "swiglu_clamped", "sigmoid"]
-OPS += ["rope", "add", "scale", "fma"]
-OPS += ["all_finite", "exp", "f16_to_f32", "f32_to_f16", "bf16_to_f32", "f32_to_bf16"]  # order of moe_vector_ops
+
+
+def _operations() -> list[str]:
+    """The slots of struct moe_vector_ops, in order: a table is read as an array of addresses."""
+    header = (ROOT / "native/internal.h").read_text()
+    body = header.split("struct moe_vector_ops {")[1].split("\n};")[0]
+    return re.findall(r"\(\*(\w+)\)\(", body)
+
+
+OPS = _operations()
 PINNED = [
     "08d8ab7b",
     "d59cfadc",
