@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import click
 
-from ..config import CACHE_POLICIES
+from ..config import CACHE_POLICIES, RuntimeConfig
 from ._output import note, size
 
 _OPTIONS = (
@@ -43,7 +43,24 @@ def print_plan(loaded) -> None:
 
 def _fitting_notes(loaded) -> list[str]:
     lines = [f"experts: {size(loaded.read_bytes)} read in at load"] if loaded.read_bytes else []
-    return lines + ([f"locked: {size(loaded.locked_bytes)}"] if loaded.locked_bytes else [])
+    lines += [f"locked: {size(loaded.locked_bytes)}"] if loaded.locked_bytes else []
+    return lines + _idle_notes(loaded)
+
+
+def _idle_notes(loaded) -> list[str]:
+    """A line that names the options that only count for experts that are streamed. No error: whether they fit depends
+    on the memory that is free today, and a script should not fail for that."""
+    used = {"lock"} | ({"readers"} if loaded.read_bytes else set()) | ({"io"} if loaded.options.io == "mmap" else set())
+    names = [option.name for option in _named_options() if option.name not in used]
+    idle = [name for name in names if getattr(loaded.options, name) != getattr(RuntimeConfig(), name)]
+    if not idle:
+        return []
+    listed = ", ".join("--" + name.replace("_", "-") for name in idle)
+    return [f"note: everything fits into memory and nothing is streamed, so {listed} changes nothing"]
+
+
+def _named_options() -> list[click.Option]:
+    return options(click.command()(lambda: None)).params
 
 
 def load(model, **options):

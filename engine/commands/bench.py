@@ -5,6 +5,7 @@ import shlex
 import sys
 
 import click
+from click.core import ParameterSource
 
 from ..atomic_file import AtomicFile
 from ..errors import ConfigError
@@ -87,6 +88,7 @@ def bench(click_context, compare, as_json, **options):
 
     Arms take turns and their order rotates; the first round does not count; printed are medians with their range.
     """
+    _refuse_idle(click_context)
     if compare:
         click_context.exit(_compare(compare, as_json))
     from .. import bench as measuring
@@ -106,6 +108,16 @@ def bench(click_context, compare, as_json, **options):
         write_json(content)
     else:
         write(measuring.as_text(content))
+
+
+def _refuse_idle(click_context) -> None:
+    """Refuse options that would do nothing beside others. Raises ConfigError."""
+    names = {p.name: p.opts[0] for p in click_context.command.params}
+    given = {name for name in names if click_context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    if "compare" in given and (idle := sorted(names[name] for name in given - {"compare", "as_json"})):
+        raise ConfigError(f"bench --compare measures nothing, so {', '.join(idle)} would do nothing; leave it out")
+    if "depth" in given and not any(click_context.params["decode"]):
+        raise ConfigError("--depth does nothing with --decode 0: it is the context before decoding")
 
 
 def _arms(measuring, options: dict, positions: int) -> list:

@@ -8,7 +8,7 @@ import click
 from ..errors import ConfigError, EngineError
 from . import _conversation, _options, _recoding, _sampling, _speculation, _streaming
 from ._output import decode_utf8, note, write
-from .generate import describe_stats
+from .generate import describe_spec, describe_stats
 
 HELP = """\
 /reset           forget the conversation, keep the system message
@@ -123,6 +123,8 @@ class Chat:
         reason = reason or generation.finish_reason
         used = len(generation.prompt_token_ids) + len(generation.token_ids)
         note(f"[{describe_stats(generation, reason)}; context {used} of {conversation.engine.max_context}]")
+        if generation.stats.spec is not None:
+            note(f"[{describe_spec(generation.stats.spec)}]")
         if reason == "context":
             note("note: the answer was cut, the context is full; /reset starts again")
 
@@ -195,7 +197,8 @@ def chat(max_tokens, chat_template, system, prompt_cache, truncate, stop, spec, 
         note("/help lists the commands")
     answers = {"max_tokens": max_tokens, "sampling": sampling, "stop": list(stop), **choices}
     try:
-        Chat(conversation, lines.interactive, answers).run(lines.messages())
+        with _streaming.usage_history(loaded):
+            Chat(conversation, lines.interactive, answers).run(lines.messages())
     finally:
         if cache is not None:
             note(cache.save())
