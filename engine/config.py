@@ -1,7 +1,10 @@
 """Runtime options, and typed reads of a model's config.json that refuse what would change the mathematics."""
 
 import os
+import re
 from dataclasses import dataclass
+
+import numpy as np
 
 from .errors import ConfigError
 
@@ -81,23 +84,27 @@ class RuntimeConfig:
 
 def parse_spec(spec) -> int | str:
     """Rows of a verify window, 0 to 8, or "auto". Raises ConfigError."""
-    if spec == "auto":
-        return spec
-    try:
-        rows = int(spec)
-    except (TypeError, ValueError):
-        rows = -1
+    if isinstance(spec, str):
+        if spec == "auto":
+            return spec
+        rows = int(spec) if re.fullmatch("[0-9]{1,4}", spec) else -1
+    else:  # a truth value or a fraction is a mistake, not a number of rows
+        rows = int(spec) if isinstance(spec, int | np.integer) and not isinstance(spec, bool) else -1
     if not 0 <= rows <= MAX_WINDOW_ROWS:
         raise ConfigError(f"--spec: got {spec!r}, expected 0 to {MAX_WINDOW_ROWS} rows of a window, or auto")
     return rows
 
 
 def check_draft_sources(names) -> None:
-    """Raise ConfigError for names that are no draft sources, or none at all."""
+    """Raise ConfigError for names that are no draft sources, none at all, or one twice."""
+    if not isinstance(names, list | tuple):
+        raise ConfigError(f"--draft: got {names!r}, expected a list of {', '.join(DRAFT_SOURCES)}")
     unknown = [name for name in names if name not in DRAFT_SOURCES]
     if unknown or not names:
-        got, known = ", ".join(unknown) or "nothing", ", ".join(DRAFT_SOURCES)
+        got, known = ", ".join(map(str, unknown)) or "nothing", ", ".join(DRAFT_SOURCES)
         raise ConfigError(f"--draft: got {got}, expected one or more of {known}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--draft: {', '.join(names)} names a source twice")
 
 
 class ConfigReader:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import ConfigError
+from .errors import ConfigError, NumericsError
 from .hardware import peak_rss_bytes
 from .sampler import Sampler, SamplingParams
 from .session import Session
@@ -164,7 +164,13 @@ class Generation:
     def _round(self, sampler: Sampler, session: Session, sequence: np.ndarray, position: int) -> list[int]:
         """Verify one window behind sequence[:position]; the model's own picks up to the first that no draft foresaw."""
         window = self.speculator.window(sequence[:position], len(sequence) - position)
-        logits = decode_step(self.engine.model, session.kv, window.ids, position - 1)
+        try:
+            logits = decode_step(self.engine.model, session.kv, window.ids, position - 1)
+        except NumericsError:  # of a draft, perhaps, which plain decode would never have run
+            if len(window.ids) == 1:
+                raise
+            window.ids = window.ids[:1]
+            logits = decode_step(self.engine.model, session.kv, window.ids, position - 1)
         picks: list[int] = []
         for row, expected in enumerate([*window.ids[1:].tolist(), None]):
             at = position + row

@@ -54,7 +54,9 @@ class Engine:
         self.tokenizer.check_vocabulary(self.model.config.vocab_size)
         self.draft = self._load_draft(options)
         if self.stream:
-            caches = [self.new_kv()] + ([self.draft.new_kv()] if self.draft else [])
+            caches = [self.new_kv()] + (
+                [self.draft.new_kv(min(self.max_context, self.draft.max_context))] if self.draft else []
+            )
             self.stream.open(self.model, sum(kv.num_bytes for kv in caches), progress)
         else:
             self.read_bytes, self.locked_bytes = load_fitting(self, progress)
@@ -97,14 +99,14 @@ class Engine:
         ignore_eos: bool = False,
         session: Session | None = None,
         spec: int | str = 0,
-        draft: Sequence[str] = DRAFT_SOURCES,
+        draft: Sequence[str] | None = None,
         **settings,
     ) -> Generation:
         """Continue a prompt (text or token ids); iterate the result for pieces of text.
 
         session: what an earlier call with the same Session left in its cache is not computed again.
         spec: rows of a verify window, 0 to 8 (0 and 1: plain decode), or "auto"; draft: names of draft sources, the
-        first that offers something is used ("model" needs draft_model). Neither changes the text.
+        first that offers something is used ("model" needs draft_model; None: all there are). Neither changes the text.
         sampling: None = the model's defaults; settings (temperature=0, seed=1, top_p=0.9 ...: the fields of
         SamplingParams) replace single ones. Raises ConfigError for a prompt that does not fit the context, or a setting
         that does not exist.
@@ -128,15 +130,14 @@ class Engine:
         layer = next((layer for layer, _ in expert_ids(self.files.tensors)), None)
         return 0 if layer is None else expert_bytes(self, layer)[0]
 
-    def _draft_sources(self, names: Sequence[str], sampling: SamplingParams) -> list:
+    def _draft_sources(self, names: Sequence[str] | None, sampling: SamplingParams) -> list:
+        if names is None:
+            names = DRAFT_SOURCES if self.draft else ("lookup",)
         check_draft_sources(names)
-        sources = []
-        for name in names:
-            if name == "lookup":
-                sources.append(LookupSource())
-            elif self.draft is not None:
-                sources.append(ModelSource(self.draft, sampling, self.max_context))
-        return sources
+        if "model" in names and self.draft is None:
+            raise ConfigError("--draft model: the engine was loaded without a draft model")
+        sizes = (self.model.config.vocab_size, self.max_context)
+        return [LookupSource() if name == "lookup" else ModelSource(self.draft, sampling, *sizes) for name in names]
 
 
 def load(path: str | Path | None = None, progress: Progress | None = None, **options) -> Engine:

@@ -274,10 +274,9 @@ def test_options_of_a_draw_count(model):
 
 def test_speculation_changes_no_text(model):
     lines = ["a b a b a b a b", "a b a b"]
-    assert (
-        chat_with(model, *lines, options=["--spec", 4, "-n", 20]).stdout
-        == chat_with(model, *lines, options=["-n", 20]).stdout
-    )
+    found = chat_with(model, *lines, options=["--spec", 4, "-n", 20])
+    assert found.stdout == chat_with(model, *lines, options=["-n", 20]).stdout
+    assert found.stderr.count("[spec: ") == 2  # one line per answer
 
 
 def test_a_model_without_a_template_says_so(tmp_path):

@@ -121,6 +121,8 @@ class Chat:
             write("\n")
         conversation.keep(generation)
         reason = reason or generation.finish_reason
+        if generation.stats.spec is not None:
+            note(f"[{describe_spec(generation.stats.spec)}]")
         used = len(generation.prompt_token_ids) + len(generation.token_ids)
         note(f"[{describe_stats(generation, reason)}; context {used} of {conversation.engine.max_context}]")
         if generation.stats.spec is not None:

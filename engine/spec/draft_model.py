@@ -25,12 +25,17 @@ def check_same_tokens(target, draft) -> None:
 
 
 class ModelSource:
-    """engine: the loaded draft model. sampling: the target's, so that its draws are guessed with the same numbers."""
+    """engine: the loaded draft model. sampling: the target's, so that its draws are guessed with the same numbers.
+
+    vocab_size, capacity: logits and context of the target. Equal token tables may be padded to different numbers of
+    logits; an id that only one of the two models has is neither drafted nor run.
+    """
 
     name = "model"
 
-    def __init__(self, engine, sampling: SamplingParams, capacity: int):
+    def __init__(self, engine, sampling: SamplingParams, vocab_size: int, capacity: int):
         self._engine, self._capacity = engine, min(capacity, engine.max_context)
+        self._vocab_size = min(vocab_size, engine.model.config.vocab_size)
         self._sampler = Sampler(engine.context, sampling)
         self._kv = engine.new_kv(self._capacity)
         self._ids = np.empty(self._capacity + MAX_ROWS, np.int32)  # what the draft model's cache holds
@@ -39,9 +44,9 @@ class ModelSource:
         self.ms_per_draft = 0.0
 
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:
-        """See DraftSource. Abstains past its own context."""
+        """See DraftSource. Abstains past its own context, and on a text with ids that its model does not have."""
         count = min(limit, self._capacity - len(text))
-        if count < 1:
+        if count < 1 or text.max() >= self._vocab_size:
             return None
         self._text = text
         return Offer(count, 0, CHANCE)
@@ -61,7 +66,7 @@ class ModelSource:
             for i in range(count):
                 start = known if i == 0 else n + i - 1
                 logits = prefill(engine.model, self._kv, history[start : n + i], start)
-                history[n + i] = self._sampler.pick(logits[0], history[: n + i], n + i)
+                history[n + i] = self._sampler.pick(logits[0, : self._vocab_size], history[: n + i], n + i)
         self._num_ids = n + count - 1
         self._ids[: self._num_ids] = history[: self._num_ids]
         spent = (time.perf_counter() - started) * 1e3 / count
