@@ -82,7 +82,8 @@ def main(args: list[str] | None = None) -> None:
         _output.note("error: stdout: it is closed, so the result has nowhere to go")
         sys.exit(_output.OutputError.exit_code)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")  # text models write UTF-8, whatever the locale says
+        # Text models write UTF-8, whatever the locale says; a file name that is none is shown escaped.
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     status = _run(args)
     if status in (EXIT_BROKEN_PIPE, _output.OutputError.exit_code):
         _output.silence(sys.stdout)

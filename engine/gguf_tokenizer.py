@@ -36,10 +36,12 @@ class _Fields:
             raise WeightsError(f"{self.where}: {_PREFIX}{key} = {value!r}, expected {kind.__name__}")
         return value
 
-    def list(self, key: str, length: int | None = None) -> list:
-        """An array, [] when absent; of `length` items when given."""
+    def array(self, key: str, kind: type, length: int | None = None) -> list:
+        """An array of `kind`, [] when absent; of `length` items when given."""
         value = self._metadata.get(_PREFIX + key)
-        values = [] if value is None else list(value)
+        values = [] if value is None else value
+        if not isinstance(values, list) or not all(type(item) is kind for item in values):
+            raise WeightsError(f"{self.where}: {_PREFIX}{key} = {str(value)[:60]}, expected a list of {kind.__name__}")
         if value is not None and length is not None and len(values) != length:
             raise WeightsError(f"{self.where}: {_PREFIX}{key} has {len(values)} items, the vocabulary {length} tokens")
         return values
@@ -66,7 +68,7 @@ def _byte_level(fields: _Fields, tokens: list[str], types: list[int], rules: Pre
     for n, kind in enumerate(types):
         if kind == UNUSED:  # padding up to the rows of the embedding
             del vocab[tokens[n]]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.list("merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.array("merges", str)]
     bad = next((m for m in merges if len(m) != 2 or m[0] not in vocab or m[1] not in vocab or m[0] + m[1] not in vocab),
                None)  # fmt: skip
     if bad or not merges:
@@ -86,7 +88,7 @@ def _sentencepiece(fields: _Fields, tokens: list[str], types: list[int]):
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = _vocabulary(tokens, fields.where)
-    scores = fields.list("scores", len(tokens))
+    scores = fields.array("scores", float, len(tokens))
     if not scores:
         raise WeightsError(f"{fields.where}: {_PREFIX}scores is missing; a vocabulary of kind llama needs it")
     missing = next((n for n in range(256) if f"<0x{n:02X}>" not in vocab), None)
@@ -139,10 +141,10 @@ def read_tokenizer(metadata: Mapping, where: str = "GGUF", force: str | None = N
     if model not in MODELS:
         found = "no tokenizer (tokenizer.ggml.model is missing)" if model is None else f"tokenizer model {model!r}"
         raise WeightsError(f"{where}: {found} is not supported; known: {', '.join(MODELS)}")
-    tokens = fields.list("tokens")
+    tokens = fields.array("tokens", str)
     if not tokens:
         raise WeightsError(f"{where}: {_PREFIX}tokens is missing")
-    types = fields.list("token_type", len(tokens)) or [1] * len(tokens)
+    types = fields.array("token_type", int, len(tokens)) or [1] * len(tokens)
     rules = None
     if model == "gpt2":
         rules = pretokenizer(force or fields.get("pre", str), where)

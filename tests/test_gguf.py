@@ -4,6 +4,7 @@ Files are written by the gguf package, logits come from the golden files of tran
 """
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ import gguf_models
 import numpy as np
 import pytest
 import tiny_models
+from cli_program import run
 from gguf import GGMLQuantizationType as Type
 from snapshot_tools import run_cli
 from test_models import GOLDEN_DIR, largest_error
@@ -159,6 +161,37 @@ def test_a_key_that_may_change_the_mathematics_is_refused(tmp_path):
     gguf_models.write_gguf(path, "mha_base", edit=lambda w: w.add_float32("olmoe.attention.new_rule", 2.0))
     with pytest.raises(ConfigError, match=r"olmoe\.attention\.new_rule"):
         open_model(path)
+
+
+def test_impossible_keys_are_named_with_the_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    for key, message in (
+        ("olmoe.attention.head_count", r"olmoe\.attention\.head_count = 0, expected >= 1"),
+        ("olmoe.expert_count", "the metadata, read as config.json: num_experts = 0"),
+    ):
+
+        def edit(writer, key=key):
+            for keys in writer.kv_data:
+                keys.pop(key, None)
+            writer.add_uint32(key, 0)
+
+        gguf_models.write_gguf(path, "mha_base", edit=edit)
+        with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}: .*{message}"):
+            open_model(path)
+
+
+def test_a_directory_names_the_files_in_it(tmp_path):
+    gguf_models.write_gguf(tmp_path / "m.gguf", "mha_base")
+    with pytest.raises(errors.NotASnapshotError, match=r"give a GGUF file in it \(m\.gguf\)"):
+        open_model(tmp_path)
+
+
+def test_a_file_name_that_is_no_text(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.gguf")
+    gguf_models.write_gguf(tmp_path / "m.gguf", "mha_base")
+    (tmp_path / "m.gguf").rename(path)
+    assert "\\udcff.gguf: gguf, architecture olmoe" in run("inspect", path).stdout
+    assert json.loads(run("inspect", "--json", path).stdout)["path"] == str(path)
 
 
 def first_logits(files, compact, tokens=5):

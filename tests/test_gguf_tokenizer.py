@@ -193,7 +193,11 @@ def test_unknown_pre_is_refused_by_name_unless_forced():
         ({"model": 3}, "tokenizer.ggml.model = 3, expected str"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"token_type": [1, 2]}, f"token_type has 2 items, the vocabulary {len(TOKENS)} tokens"),
+        ({"token_type": 1}, "token_type = 1, expected a list of int"),
+        ({"tokens": [1] * len(TOKENS)}, r"tokens = \[1, .*expected a list of str"),
         ({"merges": None}, "merges is missing"),
+        ({"merges": 1.5}, "merges = 1.5, expected a list of str"),
+        ({"merges": [1, 2]}, r"merges = \[1, 2\], expected a list of str"),
         ({"merges": ["a b", "zz qq"]}, "has 'zz qq', of which no token"),
         ({"merges": ["ab"]}, "has 'ab', of which no token"),
         ({"eos_token_id": len(TOKENS)}, f"eos_token_id = {len(TOKENS)}, the vocabulary has {len(TOKENS)} tokens"),
@@ -214,6 +218,8 @@ def test_metadata_that_is_refused(changes, message):
 def test_pieces_without_scores_or_bytes_are_refused():
     with pytest.raises(WeightsError, match=r"scores is missing"):
         made(PIECES, scores=None)
+    with pytest.raises(WeightsError, match=r"scores = \['a'\], expected a list of float"):
+        made(PIECES, scores=["a"])
     with pytest.raises(WeightsError, match="scores has 3 items"):
         made(PIECES, scores=[1.0, 2.0, 3.0])
     tokens = [token.replace("<0x41>", "<0x?>") for token in PIECES["tokenizer.ggml.tokens"]]

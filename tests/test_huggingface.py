@@ -159,6 +159,15 @@ def test_other_quantized_checkpoints_are_refused_by_name(tmp_path, changes, word
             call()
 
 
+@pytest.mark.parametrize("value", ["fp8", ["fp8"], 8])
+def test_quantization_that_is_no_object_is_refused(tmp_path, value):
+    make_fp8_dir(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": value}))
+    with pytest.raises(errors.QuantizedSourceError, match="quantization_config"):
+        open_model(tmp_path / "hf")
+
+
 def test_fp8_without_its_scales_is_refused(tmp_path):
     make_fp8_dir(tmp_path / "hf", block=(32, 48), weight_block_size=[16, 48])
     with pytest.raises(errors.ShapeError, match="_scale_inv"):

@@ -74,9 +74,12 @@ def head_dim_from_gguf(keys) -> dict:
 
 def rope_from_gguf(keys, default_theta: float) -> dict:
     """rope_theta, partial_rotary_factor, and rope_scaling where the file scales, in the spelling of Hugging Face."""
-    head_dim = keys.integer("attention.key_length", None) or (
-        keys.integer("embedding_length") // keys.integer("attention.head_count")
-    )
+    heads = keys.integer("attention.head_count")
+    if heads < 1:
+        raise ConfigError(
+            f"{keys.where}: metadata key {keys.architecture}.attention.head_count = {heads}, expected >= 1"
+        )
+    head_dim = keys.integer("attention.key_length", None) or keys.integer("embedding_length") // heads
     rotary = keys.integer("rope.dimension_count", head_dim)
     turned = {} if rotary == head_dim else {"partial_rotary_factor": rotary / head_dim}
     scaling = rope_scaling_from_gguf(keys)

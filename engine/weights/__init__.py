@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from .base import ExpertRecord, ModelFiles, Progress, TensorRecord, reading
-from .errors import NotASnapshotError
+from .errors import NotASnapshotError, brief
 from .gguf import GgufModel
 from .gguf_header import is_gguf
 from .header import HEADER_FILE
@@ -36,6 +36,8 @@ def open_model(path, context=None) -> ModelFiles:
 def _open(path: Path, context) -> ModelFiles:
     if not path.exists():
         raise NotASnapshotError(f"{path}: no such file or directory")
+    if not path.is_file() and not path.is_dir():
+        raise NotASnapshotError(f"{path}: neither a file nor a directory; give a snapshot directory or a GGUF file")
     if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
         return GgufModel.open(path, context)
     if path.is_file():
@@ -45,6 +47,10 @@ def _open(path: Path, context) -> ModelFiles:
             else "give a snapshot directory or a GGUF file"
         )
         raise NotASnapshotError(f"{path}: a file, expected a snapshot directory; {hint}")
-    if not (path / HEADER_FILE).is_file() and is_checkpoint(path):
-        return HuggingFaceModel.open(path, context)
+    if not (path / HEADER_FILE).is_file():
+        if is_checkpoint(path):
+            return HuggingFaceModel.open(path, context)
+        inside = sorted(file.name for file in path.glob("*.gguf"))
+        if inside:
+            raise NotASnapshotError(f"{path}: a directory; give a GGUF file in it ({brief(inside)})")
     return Snapshot.open(path, context)

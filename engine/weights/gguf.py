@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from .. import kernels
+from ..errors import ConfigError
 from ..formats import FORMATS
 from ..models import family, known
 from . import checks
@@ -112,7 +113,11 @@ class GgufModel(ModelFiles):
         self.architecture = module.__name__.rsplit(".", 1)[-1]
         self.config = {"model_type": self.architecture, **module.config_from_gguf(keys)}
         keys.finish(getattr(module, "GGUF_HARMLESS", set()))
-        self.model_config = model_config(self.architecture, self.config)
+        try:
+            self.model_config = model_config(self.architecture, self.config)
+        except ConfigError as error:  # in the words of config.json, which a GGUF file has not
+            text = str(error).removeprefix("config.json: ")
+            raise type(error)(f"{self.path}: the metadata, read as config.json: {text}") from None
         return module
 
     def _read_raw(self, name: str):

@@ -43,6 +43,8 @@ def refuse_quantized(config: dict, readable: tuple[str, ...]) -> None:
 def block_size(config: dict) -> tuple[int, int]:
     """(rows, cols) of a block of an fp8 checkpoint. Raises: QuantizedSourceError for another kind of fp8."""
     quantization = config["quantization_config"]
+    if not isinstance(quantization, dict):
+        raise QuantizedSourceError(f"config.json: quantization_config = {quantization!r}, expected an object")
     size, kind = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
     unknown = sorted(set(quantization) - _HARMLESS_KEYS)
     is_pair = isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 1 << 20 for n in size)
