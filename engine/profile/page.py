@@ -10,14 +10,20 @@ COLOURS = {
     "expert_down": "#e45756", "read_wait": "#b279a2", "head": "#54a24b", "sample": "#88d27a", "draft": "#72b7b2",
     "verify": "#b6e3e0", "python": "#d8b5a5",
 }  # fmt: skip
-WIDTH, BAR_HEIGHT, PLOT_HEIGHT, CELL = 900, 34, 160, 12
+LIGHT = ("router", "quantize", "sample", "verify", "python", "draft")  # dark text on these
+# Per token over time there are fewer parts: name, colour, and whose native time it is.
+STACK = (("attention", COLOURS["attention"], "attention"), ("experts", COLOURS["expert_gate_up"], "mlp"),
+         ("read_wait", COLOURS["read_wait"], None), ("head", COLOURS["head"], "head"),
+         ("Python and the rest", COLOURS["python"], None))  # fmt: skip
+WIDTH, BAR_HEIGHT, PLOT_HEIGHT, CELL, MAX_COLUMNS = 900, 34, 160, 26, 300
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } svg { display: block; max-width: 100%; }
 table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: right; }
 td:first-child, th:first-child { text-align: left; } .verdict { background: #fff4e0; padding: .6rem .8rem; }
 .key span { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em;
-margin-right: .3em; } .note { color: #666; } text { font: 11px system-ui, sans-serif; fill: #444; }
+margin-right: .3em; } .note { color: #666; } text { font: 11px system-ui, sans-serif; fill: #333; }
+text.light { fill: #fff; }
 """
 
 
@@ -42,8 +48,10 @@ def _stacked(phases: dict, wall_s: float, per: int, label: str) -> str:
         width = WIDTH * phases.get(name, 0.0) / wall_s if wall_s else 0.0
         ms = phases.get(name, 0.0) * 1e3 / max(per, 1)
         body.append(_rect(x, 0, width, BAR_HEIGHT, COLOURS[name], f"{name}: {ms:.3f} ms, {width / WIDTH:.1%}"))
-        if width > 60:
-            body.append(f'<text x="{x + 4:.1f}" y="{BAR_HEIGHT / 2 + 4}">{name} {width / WIDTH:.0%}</text>')
+        if width > 34:
+            text = f"{name} {width / WIDTH:.0%}" if width > 7 * len(name) + 35 else f"{width / WIDTH:.0%}"
+            shade = "" if name in LIGHT else ' class="light"'
+            body.append(f'<text x="{x + 4:.1f}" y="{BAR_HEIGHT / 2 + 4}"{shade}>{text}</text>')
         x += width
     return _svg(BAR_HEIGHT, body, label)
 
@@ -61,18 +69,63 @@ def _line(points: list[tuple[float, float]], colour: str, title: str) -> list[st
     ]
 
 
-def _plot(points, colour: str, title: str) -> str:
+def _framed(body: list[str], title: str, last: str) -> str:
+    """A plot with its frame and what stands at both ends of its x axis."""
     frame = f'<rect width="{WIDTH}" height="{PLOT_HEIGHT}" fill="#fafafa" stroke="#ddd"/>'
-    return _svg(PLOT_HEIGHT, [frame, *_line(points, colour, title)], title)
+    ends = f'<text x="2" y="{PLOT_HEIGHT + 13}">0</text>'
+    ends += f'<text x="{WIDTH}" y="{PLOT_HEIGHT + 13}" text-anchor="end">{escape(last)}</text>'
+    return _svg(PLOT_HEIGHT + 18, [frame, *body, ends], title)
+
+
+def _plot(points, colour: str, title: str) -> str:
+    return _framed(_line(points, colour, title), title, f"{points[-1][0]} rounds")
+
+
+def _wait_ns(before: dict | None, after: dict | None) -> float:
+    return (after["wait_s"] - before["wait_s"]) * 1e9 if before and after else 0.0
+
+
+def _columns(rounds: list[dict]) -> list[tuple[int, list[float]]]:
+    """(tokens, ms per token by part of STACK) of each round, or of several together where there are too many."""
+    group, columns = -(-len(rounds) // MAX_COLUMNS), []
+    for i in range(0, len(rounds), group):
+        some = rounds[i : i + group]
+        tokens = sum(r["tokens"] for r in some)
+        native = {part: sum(r["native"].get(part, 0) for r in some) for part in ("attention", "mlp", "head")}
+        wait = min(_wait_ns(rounds[i - 1]["stream"] if i else None, some[-1]["stream"]), native["mlp"])
+        total = sum(r["end"] - r["start"] for r in some)
+        rest = max(total - sum(native.values()), 0)
+        ns = (native["attention"], native["mlp"] - wait, wait, native["head"], rest)
+        columns.append((tokens, [part / 1e6 / tokens for part in ns]))
+    return columns
+
+
+def _stack_over_tokens(rounds: list[dict]) -> list[str]:
+    """One column per round, as wide as it made tokens, stacked by part; the few highest are cut off."""
+    if not rounds:
+        return []
+    columns = _columns(rounds)
+    heights = sorted(sum(parts) for _, parts in columns)
+    top = min(heights[-1], 1.5 * heights[int(0.95 * (len(heights) - 1))]) or 1.0
+    scale, step = (PLOT_HEIGHT - 18) / top, WIDTH / sum(tokens for tokens, _ in columns)
+    x, done, body = 0.0, 0, []
+    for tokens, parts in columns:
+        y, done = float(PLOT_HEIGHT), done + tokens
+        for (name, colour, _), ms in zip(STACK, parts, strict=True):
+            height = min(ms * scale, y - 18)
+            if height > 0.05:
+                y -= height
+                title = f"token {done}: {name} {ms:.3f} ms of {sum(parts):.3f} ms"
+                body.append(_rect(x, y, max(step * tokens - 0.3, 0.5), height, colour, title))
+        x += step * tokens
+    cut = f"; the highest, {heights[-1]:.3g} ms, is cut off" if heights[-1] > top else ""
+    body.append(f'<text x="4" y="12">top: {top:.3g} ms per token{cut}</text>')
+    key = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour, _ in STACK)
+    return [f'<p class="key">{key}</p>', _framed(body, "time per token, stacked", f"{done} tokens")]
 
 
 def _over_tokens(rounds: list[dict]) -> list[str]:
-    parts, done = ["<h2>Time per token</h2>"], 0
-    times = []
-    for r in rounds:
-        done += r["tokens"]
-        times.append((done, (r["end"] - r["start"]) / 1e6 / r["tokens"]))
-    parts.append(_plot(times, COLOURS["attention"], "ms per token"))
+    parts = ["<h2>Time per token</h2>", *_stack_over_tokens(rounds)]
     streamed = [r["stream"] for r in rounds if r["stream"]]
     if len(streamed) > 1:
         hits, megabytes = [], []
@@ -90,17 +143,22 @@ def _heat_map(experts: dict[int, list[int]]) -> list[str]:
         return []
     parts = ["<h2>Experts used</h2>", '<p class="note">A row is a layer, a column an expert; darker is more often.</p>']
     columns = max(len(row) for row in experts.values())
-    cell = min(CELL, (WIDTH - 30) / columns)
+    cell = min(CELL, (WIDTH - 60) / columns)
     top = max((max(row) for row in experts.values()), default=1) or 1
-    body = []
+    every = max(1, round(14 / cell))  # labels that would touch are left out
+    bottom = len(experts) * cell
+    body = [f'<text x="{60 + e * cell:.1f}" y="{bottom + 13:.1f}">{e}</text>' for e in range(0, columns, 2 * every)]
+    parts.append(f'<p class="key"><span><i style="background:hsl(24 85% 96%)"></i>0 uses</span>'
+                 f'<span><i style="background:hsl(24 85% 36%)"></i>{top} uses</span></p>')  # fmt: skip
     for y, (layer, row) in enumerate(sorted(experts.items())):
-        body.append(f'<text x="0" y="{y * cell + cell - 2:.1f}">{layer}</text>')
+        if y % every == 0:
+            body.append(f'<text x="0" y="{y * cell + cell / 2 + 4:.1f}">layer {layer}</text>')
         for e, count in enumerate(row):
             shade = f"hsl(24 85% {96 - 60 * count / top:.0f}%)"
             body.append(
-                _rect(30 + e * cell, y * cell, cell - 0.5, cell - 0.5, shade, f"layer {layer} expert {e}: {count}")
+                _rect(60 + e * cell, y * cell, cell - 0.5, cell - 0.5, shade, f"layer {layer} expert {e}: {count}")
             )
-    parts.append(_svg(len(experts) * cell, body, "uses of experts by layer"))
+    parts.append(_svg(bottom + 18, body, "uses of experts by layer"))
     return parts
 
 
@@ -110,7 +168,9 @@ def _acceptance(spec: dict | None) -> list[str]:
     parts, body, step = ["<h2>Drafts accepted by position</h2>"], [], WIDTH / 8
     for i, chance in enumerate(spec["acceptance_by_position"]):
         height = (PLOT_HEIGHT - 30) * (chance or 0.0)
-        label = "never drafted" if chance is None else f"{chance:.0%}"
+        if chance is None:  # never drafted
+            continue
+        label = f"{chance:.0%}"
         body.append(
             _rect(i * step, PLOT_HEIGHT - 15 - height, step - 8, height, COLOURS["draft"], f"draft {i + 1}: {label}")
         )
@@ -143,9 +203,9 @@ def page(report: dict, profiler) -> str:
         f"{prefill['wall_s']:.3f} s, {decode['tokens']} tokens in {decode['wall_s']:.3f} s.</p>",
         f'<p class="verdict">{escape(report["verdict"])}</p>',
         f'<p class="key">{key}</p>',
-        "<h2>An average token</h2>",
+        f"<h2>An average token: {decode['wall_s'] * 1e3 / max(decode['tokens'], 1):.4g} ms</h2>",
         _stacked(decode["phases"], decode["wall_s"], decode["tokens"], "time of an average token by phase"),
-        "<h2>Prefill</h2>",
+        f"<h2>Prefill: {prefill['wall_s'] * 1e3:.4g} ms</h2>",
         _stacked(prefill["phases"], prefill["wall_s"], 0, "time of the prefill by phase"),
         *_over_tokens(profiler.rounds),
         *_kernels(decode["kernels"]),

@@ -65,7 +65,8 @@ class Profiler:
     the forward pass (embed, attention, mlp, head, or "" outside of it); tag a named matrix product, or "".
     parts: (stage, section, layer) -> ns of PARTS inside the section's native calls.
     python: (stage, phase) -> ns of Python that belongs to a phase of its own (draft, verify).
-    rounds: one dict per decode round: start and end (ns), rows, tokens, position, and the streamer's counters then.
+    rounds: one dict per decode round: start and end (ns), rows, tokens, position, native (ns by section), and the
+    streamer's counters then.
     experts: layer -> counts per expert. events: (name, category, start ns, ns, layer) when trace is on.
     """
 
@@ -84,7 +85,7 @@ class Profiler:
         self._ctx = engine.context.handle
         self._part_ns = ffi.new("int64_t[]", len(PARTS))
         self._last_parts = [0] * len(PARTS)
-        self._round_started = 0
+        self._round_started, self._round_native = 0, defaultdict(int)
 
     # ---- attaching ----
 
@@ -194,6 +195,7 @@ class Profiler:
             entry = times[self.stage, self.section, self.layer, self.tag, name]
             entry[0] += spent
             entry[1] += 1
+            self._round_native[self.section] += spent
             if name == "moe_experts":
                 self.experts_run[self.stage, self.layer] += args[NUM_EXPERTS_ARGUMENT]
             if self.events is not None:
@@ -227,6 +229,7 @@ class Profiler:
     def begin_round(self, position: int) -> int:
         """A decode round begins; the first one ends the prefill."""
         self.stage, self._position = "decode", position
+        self._round_native = defaultdict(int)
         self._round_started = time.perf_counter_ns()
         return self._round_started
 
@@ -234,5 +237,6 @@ class Profiler:
         stream = getattr(self.engine, "stream", None)
         self.rounds.append({
             "start": self._round_started, "end": time.perf_counter_ns(), "rows": rows, "tokens": tokens,
-            "position": self._position, "stream": stream.cache.stats() if stream else None,
+            "position": self._position, "native": dict(self._round_native),
+            "stream": stream.cache.stats() if stream else None,
         })  # fmt: skip
