@@ -167,7 +167,7 @@ class ChatTemplate:
         variables = {"tools": None, "documents": None, **variables}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-        except (MemoryError, RecursionError):
+        except MemoryError:
             raise
         except Exception as error:  # a template may raise anything
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == _TEMPLATE_FILE]

@@ -66,6 +66,10 @@ class PromptCache:
             with self.path.open("rb") as file:
                 lead = file.read(_LEAD.size)
         except FileNotFoundError:
+            if not self.path.parent.is_dir():  # noticed before anything is computed
+                raise ConfigError(
+                    f"--prompt-cache {self.path}: there is no directory {self.path.parent}; make it"
+                ) from None
             return
         except OSError as error:
             raise ConfigError(f"--prompt-cache {self.path}: cannot be read: {error.strerror}") from None
@@ -101,7 +105,7 @@ class PromptCache:
         text = file.read(length) if length <= _MAX_HEADER else b""
         try:
             header = json.loads(text)
-            count, identity = header["num_tokens"], header["identity"]
+            count, identity = header["num_tokens"], dict(header["identity"])
         except (ValueError, TypeError, KeyError):
             return "is damaged (its header)"
         different = [key for key, value in self.identity.items() if identity.get(key) != _plain(value)]

@@ -246,6 +246,15 @@ def test_errors_of_a_pipe_end_the_program(model, tmp_path):
     assert b"stdin: not valid UTF-8 at byte 0" in done.stderr
 
 
+@pytest.mark.parametrize("text", ['"""\na\nb\n', "a\\\n"])
+def test_half_a_message_of_a_pipe_is_refused(model, text):
+    assert_error(run("chat", "-m", model, "-n", 2, text_in=text), "stdin: ends inside of a message, expected")
+
+
+def test_figures_of_speculation_are_printed_once(model):
+    assert chat_with(model, "Hello", options=["--spec", 4]).stderr.count("[spec: ") == 1
+
+
 def test_truncate_option(model):
     lines = [f"{n} question" for n in range(6)]
     assert_error_after(chat_with(model, *lines, options=["--ctx", 100]), "the context holds 100", "--truncate")

@@ -63,6 +63,7 @@ def test_goldens_cover_what_templates_do():
         ("{{ ''.__class__.__mro__ }}", "line 1: access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ range(999999999) | list }}", "line 1: Range too big"),
         ("{% include 'x' %}", "line 1: no loader"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}\n{{ f() }}", "maximum recursion depth exceeded"),
     ],
 )
 def test_a_failing_template_is_one_line_with_its_place(source, message):

@@ -95,6 +95,19 @@ def test_every_damaged_byte_is_noticed(loaded, tmp_path):
     assert "is damaged" in reopened(loaded, path)[1]
 
 
+def test_a_header_of_another_kind_is_damage(loaded, tmp_path):
+    for header in ({"num_tokens": 5, "identity": []}, {"num_tokens": 5, "identity": 3}, [], {"num_tokens": 5}):
+        text = json.dumps(header).encode()
+        (tmp_path / "c").write_bytes(MAGIC + struct.pack("<II", 1, len(text)) + text)
+        session, line = reopened(loaded, tmp_path / "c")
+        assert session.length == 0 and ("is damaged" in line or "is of another" in line)
+
+
+def test_a_directory_that_is_not_there_is_refused_at_once(loaded, tmp_path):
+    with pytest.raises(ConfigError, match=r"no directory .*nowhere; make it"):
+        PromptCache(tmp_path / "nowhere" / "c", Session(loaded), loaded)
+
+
 def test_other_models_and_settings_are_not_used(loaded, model, tmp_path):
     path = tmp_path / "c"
     stored(loaded, path)

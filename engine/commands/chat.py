@@ -65,14 +65,24 @@ class Input:
         line = self.line("> ")
         if line.strip() == FENCE:
             lines = []
-            while (line := self.line(". ")).strip() != FENCE:
+            while (line := self._next(FENCE)).strip() != FENCE:
                 lines.append(line)
             return "\n".join(lines)
         lines = [line]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
-            lines.append(self.line(". "))
+            lines.append(self._next("a line after the final \\"))
         return "\n".join(lines)
+
+    def _next(self, expected: str) -> str:
+        """A further line of a message. Raises ConfigError where a pipe ends before `expected`: half a message is not
+        sent, and not dropped without a word."""
+        try:
+            return self.line(". ")
+        except EOFError:
+            if self.interactive:
+                raise
+            raise ConfigError(f"stdin: ends inside of a message, expected {expected}") from None
 
 
 class Chat:
@@ -121,8 +131,6 @@ class Chat:
             write("\n")
         conversation.keep(generation)
         reason = reason or generation.finish_reason
-        if generation.stats.spec is not None:
-            note(f"[{describe_spec(generation.stats.spec)}]")
         used = len(generation.prompt_token_ids) + len(generation.token_ids)
         note(f"[{describe_stats(generation, reason)}; context {used} of {conversation.engine.max_context}]")
         if generation.stats.spec is not None:
