@@ -135,3 +135,20 @@ def test_screenshot_shows_colours(html, tmp_path):
         packed += data[at + 8 : at + 8 + length] if kind == b"IDAT" else b""
         at += 12 + length
     assert len(set(zlib.decompress(packed))) > 100  # an empty page is of one colour
+
+
+def test_labels_of_many_layers_and_experts(tmp_path):
+    import engine
+    from engine.profile import Profiler, profile_report
+    from engine.profile.page import page
+
+    loaded = engine.load(threads=2)
+    generation = loaded.generate("He said,", max_tokens=4, temperature=0)
+    with Profiler(loaded) as profiler:
+        profiler.attach(generation)
+        list(generation)
+    report = profile_report(profiler, generation, 1.0, 0.1, 10.0)
+    profiler.experts = {layer: [layer * expert % 7 for expert in range(256)] for layer in range(61)}
+    found = seen(tmp_path, page(report, profiler))
+    test_labels_are_whole_apart_and_large_enough(found)
+    assert len(svg(found[0], "uses of experts")["rects"]) == 61 * 256

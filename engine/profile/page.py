@@ -1,6 +1,7 @@
 """The profile as one self-contained page: inline SVG, no scripts, nothing loaded from elsewhere."""
 
 import itertools
+import math
 from html import escape
 
 from .report import STEP_PHASES
@@ -145,18 +146,18 @@ def _heat_map(experts: dict[int, list[int]]) -> list[str]:
     columns = max(len(row) for row in experts.values())
     cell = min(CELL, (WIDTH - 60) / columns)
     top = max((max(row) for row in experts.values()), default=1) or 1
-    every = max(1, round(14 / cell))  # labels that would touch are left out
-    bottom = len(experts) * cell
+    every = max(1, math.ceil(13 / cell))  # labels that would touch are left out
+    bottom = 8 + len(experts) * cell  # the first label may be taller than its row
     body = [f'<text x="{60 + e * cell:.1f}" y="{bottom + 13:.1f}">{e}</text>' for e in range(0, columns, 2 * every)]
     parts.append(f'<p class="key"><span><i style="background:hsl(24 85% 96%)"></i>0 uses</span>'
                  f'<span><i style="background:hsl(24 85% 36%)"></i>{top} uses</span></p>')  # fmt: skip
     for y, (layer, row) in enumerate(sorted(experts.items())):
         if y % every == 0:
-            body.append(f'<text x="0" y="{y * cell + cell / 2 + 4:.1f}">layer {layer}</text>')
+            body.append(f'<text x="0" y="{8 + y * cell + cell / 2 + 4:.1f}">layer {layer}</text>')
         for e, count in enumerate(row):
             shade = f"hsl(24 85% {96 - 60 * count / top:.0f}%)"
             body.append(
-                _rect(60 + e * cell, y * cell, cell - 0.5, cell - 0.5, shade, f"layer {layer} expert {e}: {count}")
+                _rect(60 + e * cell, 8 + y * cell, cell - 0.5, cell - 0.5, shade, f"layer {layer} expert {e}: {count}")
             )
     parts.append(_svg(bottom + 18, body, "uses of experts by layer"))
     return parts
