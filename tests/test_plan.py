@@ -87,7 +87,7 @@ def test_hit_rate_from_history_or_stated(tmp_path, monkeypatch):
     uses[0, :4] = 11
     plan.Usage("", uses, 60.0).save(tmp_path / "usage.json")
     share, source = plan.expected_hits(files, 12, 24, 6)
-    assert share == pytest.approx((4 * 11 + 8) / (4 * 11 + 20))
+    assert share == pytest.approx((4 * 12 + 8 * 2) / (4 * 12 + 20 * 2))
     assert "history of 60 tokens" in source
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_is_not_here_counts_like_the_one_that_is(tmp_path):
     path.write_text(json.dumps(there.config))
     files = PlannedFiles(str(path), "q8_0")
     found, real = report(files), report(there)
-    for role in ("gate_up", "down"):
+    for role in ("gate_up", "down", "router", "norm"):
         assert found["roles"][role]["nbytes"] == real["roles"][role]["nbytes"]
     assert {name: r.shape for name, r in files.tensors.items()} == {n: r.shape for n, r in there.tensors.items()}
     assert any("not here" in text for text in found["assumptions"])
