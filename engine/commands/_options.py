@@ -11,7 +11,11 @@ from ._output import note, size
 
 def model_option(command):
     return click.option(
-        "--model", "-m", "model", metavar="DIR", help="Model directory (default: the small model that is shipped)."
+        "--model",
+        "-m",
+        "model",
+        metavar="DIR",
+        help="Snapshot, GGUF file or Hugging Face directory (default: the small model that is shipped).",
     )(command)
 
 
