@@ -1,10 +1,13 @@
 """Hugging Face directory -> snapshot: check everything, then stream tensor by tensor."""
 
+import json
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine import __version__
+from engine.chat_template import directory_templates
 from engine.errors import ConfigError
 from engine.formats import FORMATS
 from engine.kernels import Context
@@ -28,6 +31,17 @@ SIDE_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+
+
+def _side_files(source: Path, folder: Path) -> list[Path]:
+    """Files of the checkpoint that go along as they are. A snapshot has no directories, so named chat templates in one
+    are gathered into a chat_template.json, made in `folder`."""
+    paths = {name: source / name for name in SIDE_FILES if (source / name).is_file()}
+    if any((source / "additional_chat_templates").glob("*.jinja")):
+        found = [{"name": name, "template": text} for name, text in directory_templates(source).items()]
+        paths["chat_template.json"] = folder / "chat_template.json"
+        paths["chat_template.json"].write_text(json.dumps({"chat_template": found}), encoding="utf-8")
+    return list(paths.values())
 
 
 @dataclass(frozen=True)
@@ -152,8 +166,7 @@ class _Job:
                 told = share
                 yield chunk
 
-        side_files = [self.checkpoint.path / name for name in SIDE_FILES]
-        with SnapshotWriter(out, force) as writer:
+        with tempfile.TemporaryDirectory() as folder, SnapshotWriter(out, force) as writer:
             writer.check_space(files)
-            written = writer.write(self._header(), files, [path for path in side_files if path.is_file()], produce)
+            written = writer.write(self._header(), files, _side_files(self.checkpoint.path, Path(folder)), produce)
             return ConversionReport(writer.out, self.source_bytes, written, len(self.plan), 0.0, self.roles)

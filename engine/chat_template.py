@@ -23,7 +23,7 @@ def templates(files) -> dict[str, str]:
     """
     if files.gguf_metadata is not None:
         return _gguf_templates(files.gguf_metadata)
-    return _directory_templates(files.tokenizer_dir) if files.tokenizer_dir is not None else {}
+    return directory_templates(files.tokenizer_dir) if files.tokenizer_dir is not None else {}
 
 
 def _gguf_templates(metadata) -> dict[str, str]:
@@ -37,7 +37,7 @@ def _gguf_templates(metadata) -> dict[str, str]:
     return _checked(found, "tokenizer.chat_template")
 
 
-def _directory_templates(folder: Path) -> dict[str, str]:
+def directory_templates(folder: Path) -> dict[str, str]:
     """tokenizer_config.json, then chat_template.json, then chat_template.jinja: the later one counts."""
     found = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
@@ -57,7 +57,7 @@ def _checked(found: dict, where: str) -> dict[str, str]:
     bad = next((name for name, source in found.items() if not isinstance(name, str) or not isinstance(source, str)), "")
     if bad != "":
         raise WeightsError(f"{where}: template {bad!r} is not text")
-    return found
+    return {name: source for name, source in found.items() if source}  # an empty one is none
 
 
 def _read_json(path: Path) -> dict:

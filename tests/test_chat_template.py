@@ -110,6 +110,7 @@ def test_templates_of_a_directory(tmp_path):
 def test_templates_of_a_gguf():
     files = gguf(**{"chat_template": "A", "chat_template.rag": "B", "chat_templates": ["rag"]})
     assert templates(files) == {"default": "A", "rag": "B"}
+    assert templates(gguf(chat_template="")) == {}  # says that it has none, not that a prompt is empty
 
 
 def test_choice(tmp_path):

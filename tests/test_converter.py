@@ -22,6 +22,7 @@ from snapshot_tools import (
 )
 
 from converters.hf import RoleFormats
+from engine.chat_template import templates
 from engine.errors import ConfigError, EngineError, FormatError
 from engine.formats import FORMATS
 from engine.weights import errors, open_model
@@ -412,6 +413,16 @@ def test_side_files_that_generate_would_refuse_are_refused_before_converting(tmp
     code, _, err = run_cli("convert", hf, tmp_path / "s")
     assert code == 2 and words in err and "Traceback" not in err
     assert not (tmp_path / "s").exists()
+
+
+def test_named_chat_templates_go_along(tmp_path):
+    hf = hf_dir(tmp_path)
+    (hf / "chat_template.jinja").write_text("A")
+    (hf / "additional_chat_templates").mkdir()
+    (hf / "additional_chat_templates" / "tool.jinja").write_text("B")
+    make_snapshot(hf, tmp_path / "s")
+    found = templates(open_model(tmp_path / "s"))
+    assert found == templates(open_model(hf)) == {"default": "A", "tool": "B"}
 
 
 def test_formats_that_fit_a_row_are_ones_that_can_be_made(tmp_path):
