@@ -98,6 +98,29 @@ def _table(k) -> KernelTable:
     return KernelTable(text(k.name), text(k.tier), text(k.same_as), text(k.why), k)
 
 
+def has_tile(table: KernelTable) -> bool:
+    """Has this layout's kernel a form for more than eight tokens at a time?"""
+    return bool(table.cdata.tile)
+
+
+def no_tile_reason(table: KernelTable) -> str | None:
+    """Why more than eight tokens go through this layout's kernel eight at a time; None where there is a tile, or where
+    the tier reuses another's table."""
+    if table.same_as or has_tile(table):
+        return None
+    for prefix, reason in NO_TILE_REASONS.items():
+        if f"{table.tier} {table.name}".startswith(prefix) or table.name.startswith(prefix):
+            return reason
+    return None
+
+
+# A tile unpacks codes once for all of its tokens. Keys: beginnings of "layout" or "tier layout".
+NO_TILE_REASONS = {
+    "rows_": "rows of floats are used as they lie or widened by one instruction: nothing to unpack",
+    "hqq5_ax0": "every token scales its activations per group of rows; unpacking is the small part",
+    "scalar ": "this tier defines the results and stays plain; one row at a time, it unpacks once for eight tokens",
+}
+
 # Why a tier asks for a feature that CPUs without it might be expected to do without.
 FEATURE_REASONS = {
     "AVX512_VNNI": "AVX-512 alone is not enough: these kernels sum products with vpdpbusd and vpdpwssd, and without "

@@ -13,7 +13,7 @@ GUARD = 16  # floats before and after every output row
 POISON = np.uint32(0x7FC0DEAD)  # a NaN nobody computes
 ACT_F32, ACT_Q8_32, ACT_Q8_256, ACT_Q8_256_ROTATED = 0, 1, 2, 3
 SHAPES_ROWS = (1, 7, 8, 9, 17, 24)
-SHAPES_COLS = (1, 15, 32, 33, 96, 160, 256, 512, 640, 2816, 2880)
+SHAPES_COLS = (1, 15, 32, 33, 96, 160, 256, 512, 640, 1536, 2048, 2816, 2880)
 
 
 def own(tables):

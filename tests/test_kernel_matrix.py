@@ -18,7 +18,9 @@ def matrix():
     for kind, tables in (("layout", kernels.layouts()), ("format", kernels.formats())):
         for t in tables:
             if t.tier in REVIEWED_TIERS:
-                lines.append(f"{kind} {t.name} {t.tier} " + (f"same-as {t.same_as}: {t.why}" if t.same_as else "own"))
+                own = f"same-as {t.same_as}: {t.why}" if t.same_as else "own"
+                tile = ", tile" if kind == "layout" and kernels.has_tile(t) else ""
+                lines.append(f"{kind} {t.name} {t.tier} {own}{tile}")
     return lines
 
 
@@ -54,6 +56,16 @@ def test_reused_tables_say_why_and_lead_to_code():
         for t in tables:
             if t.same_as:
                 assert t.why and not by_key[t.name, t.same_as].same_as, (t.name, t.tier)
+
+
+def test_layout_has_a_tile_or_a_reason():
+    for t in kernels.layouts():
+        if not t.same_as:
+            assert kernels.has_tile(t) == (kernels.no_tile_reason(t) is None), (t.name, t.tier)
+            assert kernels.has_tile(t) == (t.tier != "scalar" and t.name.startswith(("nib8_", "byte8_"))), (
+                t.name,
+                t.tier,
+            )
 
 
 @pytest.mark.parametrize("tier", [name for name, supported, _ in kernels.tiers() if supported])

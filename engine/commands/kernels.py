@@ -6,12 +6,30 @@ from . import _options
 from ._output import table, write, write_json
 
 
-def _rows(tables, kind: str, layouts: dict[str, str] | None = None) -> list[dict]:
-    """layout: the compute layout that a format is re-coded to; its own line shows the kernel."""
+def _cell(entry: dict) -> str:
+    own = "own" if entry["same_as"] is None else f"= {entry['same_as']}"
+    return own + (", tile" if entry.get("tile") else "")
+
+
+def _no_tile_lines(entries: list[dict]) -> list[str]:
+    """A line per reason, with the layouts it holds for on each tier."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for entry in entries:
+        if entry.get("no_tile"):
+            found.setdefault(entry["no_tile"], {}).setdefault(entry["name"], []).append(entry["tier"])
+    lines = []
+    for reason, layouts in found.items():
+        tiers: dict[str, list[str]] = {}
+        for name, where in layouts.items():
+            tiers.setdefault(", ".join(where), []).append(name)
+        lines += [f"no tile on {where}: {', '.join(names)}: {reason}" for where, names in tiers.items()]
+    return lines
+
+
+def _rows(tables, kind: str, more) -> list[dict]:
+    """more(table) -> what this kind of table has besides."""
     return [
-        {"kind": kind, "name": t.name, "tier": t.tier, "same_as": t.same_as, "why": t.why}
-        | ({"layout": layouts[t.name]} if layouts else {})
-        for t in tables
+        {"kind": kind, "name": t.name, "tier": t.tier, "same_as": t.same_as, "why": t.why} | more(t) for t in tables
     ]
 
 
@@ -20,12 +38,16 @@ def _rows(tables, kind: str, layouts: dict[str, str] | None = None) -> list[dict
 def kernels(as_json):
     """Show the kernel of every storage format and compute layout on every CPU tier.
 
-    "own" is code written for that tier; "= scalar" reuses another tier's on purpose, with the reason below.
+    "own" is code written for that tier; "= scalar" reuses another tier's on purpose, with the reason below. "tile": a
+    kernel of its own for more than eight tokens; where there is none, the reason is below, too.
     """
     from .. import kernels as native
 
     layouts = {t.name: native.text(t.cdata.layout) for t in native.formats() if not t.same_as}
-    entries = _rows(native.formats(), "format", layouts) + _rows(native.layouts(), "layout")
+    entries = _rows(native.formats(), "format", lambda t: {"layout": layouts[t.name]})
+    entries += _rows(
+        native.layouts(), "layout", lambda t: {"tile": native.has_tile(t), "no_tile": native.no_tile_reason(t)}
+    )
     tiers = [
         {"tier": name, "supported": ok, "missing": missing, "reason": native.tier_reason(missing)}
         for name, ok, missing in native.tiers()
@@ -45,7 +67,7 @@ def kernels(as_json):
                 kind,
                 name,
                 cells[0].get("layout", ""),
-                *("own" if c["same_as"] is None else f"= {c['same_as']}" for c in cells),
+                *map(_cell, cells),
             )
         )
         reasons |= {f"{kind} {name} on {c['tier']} = {c['same_as']}: {c['why']}": None for c in cells if c["same_as"]}
@@ -53,4 +75,5 @@ def kernels(as_json):
     for tier in tiers:
         state = "runs here" if tier["supported"] else f"not used: this CPU has no {tier['missing']}"
         lines.append(f"tier {tier['tier']}: {state}" + (f" ({tier['reason']})" if tier["reason"] else ""))
-    write("\n".join([*lines, "", *reasons] if reasons else lines) + "\n")
+    notes = [*reasons, *_no_tile_lines(entries)]
+    write("\n".join([*lines, "", *notes] if notes else lines) + "\n")

@@ -43,7 +43,9 @@ static void mix(struct walk *w, const void *p, size_t n) {
     for (size_t i = 0; i < n; i++) w->hash = (w->hash ^ ((const unsigned char *)p)[i]) * 0x100000001b3u;
 }
 
-static struct moe_matrix matrix(struct walk *w, const char *format_name, int rows, int cols, const float *bias) {
+/* compact: storage rows as they are, else strips */
+static struct moe_matrix matrix(struct walk *w, const char *format_name, int rows, int cols, const float *bias,
+                                int compact) {
     const char *error;
     const struct moe_format *f = moe_select_format(w->ctx, format_name, &error);
     const struct moe_layout *l = f ? moe_select_layout(w->ctx, f->layout, &error) : NULL;
@@ -57,13 +59,15 @@ static struct moe_matrix matrix(struct walk *w, const char *format_name, int row
     mix(w, storage, (size_t)rows * row_bytes);
     mix(w, strips, moe_matrix_bytes(l, rows, cols));
     free(x);
-    free(storage);
-    return (struct moe_matrix){.data = strips, .layout = l, .bias = bias, .rows = rows, .cols = cols};
+    free(compact ? strips : storage);
+    return (struct moe_matrix){.data = compact ? storage : strips, .layout = l, .bias = bias, .rows = rows, .cols = cols,
+                               .storage = compact ? f : NULL};
 }
 
-static void products(struct walk *w, const char *format) {
+static void products(struct walk *w, const char *format, int compact, int odd_rows) {
     float *bias = floats(w, V, 1.0f), *x = floats(w, T * H, 1.0f), *y[3];
-    struct moe_matrix m[3] = {matrix(w, format, H, H, bias), matrix(w, format, 2 * D + 5, H, NULL), matrix(w, format, I, H, NULL)};
+    struct moe_matrix m[3] = {matrix(w, format, H, H, bias, compact), matrix(w, format, odd_rows, H, NULL, 0),
+                              matrix(w, format, I, H, NULL, compact)};
     const struct moe_matrix *all[3] = {m, m + 1, m + 2};
     int32_t ids[T];
     for (int i = 0; i < 3; i++) y[i] = bytes((size_t)T * (size_t)m[i].rows * 4);
@@ -79,7 +83,7 @@ static void products(struct walk *w, const char *format) {
     free(x);
 }
 
-static void experts(struct walk *w, const char *format) {
+static void experts(struct walk *w, const char *format, int compact) {
     struct moe_expert expert[E];
     const struct moe_expert *table[E];
     struct moe_router_rule rule = {.score = MOE_SOFTMAX_THEN_TOPK, .norm_topk_prob = 1, .scale = 1.0f};
@@ -87,7 +91,8 @@ static void experts(struct walk *w, const char *format) {
     float *out = bytes((size_t)T * A * H * 4), weights[T * A];
     int32_t ids[T * A], expert_ids[E], offsets[E + 1], assignments[T * A];
     for (int e = 0; e < E; e++) {
-        expert[e] = (struct moe_expert){matrix(w, format, I, H, NULL), matrix(w, format, I, H, NULL), matrix(w, format, H, I, NULL)};
+        expert[e] = (struct moe_expert){matrix(w, format, I, H, NULL, compact), matrix(w, format, I, H, NULL, compact),
+                                        matrix(w, format, H, I, NULL, compact)};
         table[e] = &expert[e];
     }
     TRY(w, moe_route(w->ctx, ids, weights, logits, T, E, A, &rule));
@@ -149,15 +154,40 @@ static void rows_and_sampling(struct walk *w) {
     free(x), free(y), free(weight);
 }
 
+/* Strips, compact rows and the float arithmetic with the same numbers. Compact rows give the bits of strips. The float
+ * arithmetic runs on a context of its own: it is a property of the context, and others may use this one. */
+static void every_arrival(struct walk *w, const char *format, int odd_rows) {
+    const char *error;
+    struct moe_ctx *ctx = w->ctx, *floats = moe_ctx_create(moe_ctx_tier(ctx), moe_ctx_num_threads(ctx), &error);
+    if (!floats || moe_ctx_set_arith(floats, MOE_ARITH_FLOAT) != MOE_OK) abort();
+    uint64_t random = w->random, before = w->hash, after[3];
+    for (int way = 0; way < 3; way++) { /* 2: compact and float at once */
+        w->random = random;
+        w->hash = before;
+        w->ctx = way == 2 ? floats : ctx;
+        products(w, format, way > 0, odd_rows);
+        experts(w, format, way > 0);
+        after[way] = w->hash;
+    }
+    w->ctx = ctx;
+    moe_ctx_destroy(floats);
+    mix(w, after, sizeof after);
+    if (after[1] != after[0] && !w->failed) w->failed = "compact rows give other bits than strips";
+    const struct moe_format *f = moe_select_format(ctx, format, &error);
+    const int quantized = f && moe_select_layout(ctx, f->layout, &error)->strip_rows > 1;
+    if (quantized && after[2] == after[0] && !w->failed)
+        w->failed = "the float arithmetic gives the bits of the canonical one";
+}
+
 /* Everything once; the formats are the compiled ones that can quantize. */
 static struct walk run(struct moe_ctx *ctx) {
     struct walk w = {.ctx = ctx, .hash = 0xcbf29ce484222325u, .random = 1};
     for (int i = 0, left = MAX_FORMATS; i < moe_format_count() && left; i++) {
         const struct moe_format *f = moe_format_at(i);
-        if (!moe_same_name(f->tier, "scalar") || !f->quantize_row || H % f->block_len || I % f->block_len) continue;
+        const int quantizes = f->group_rows ? f->quantize_group != 0 : f->quantize_row != 0;
+        if (!moe_same_name(f->tier, "scalar") || !quantizes || H % f->block_len || I % f->block_len) continue;
         left--;
-        products(&w, f->name);
-        experts(&w, f->name);
+        every_arrival(&w, f->name, f->group_rows ? 5 * f->group_rows : 2 * D + 5);
     }
     attention(&w, 0);
     attention(&w, 1);
