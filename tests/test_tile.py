@@ -36,6 +36,6 @@ def test_tile_equals_one_token_of_the_scalar_tier(tier, name):
     args = (address(act), layout.activation, address(x, "float *"), TOKENS, COLS)
     kernels.check(lib.moe_quantize_activations(context.handle, *args), "quantize activations")
     xs = ffi.new("void *[]", [address(act[t * num_bytes :]) for t in range(TOKENS)])
-    for first, last in ((0, 8), (3, 8)):
+    for first, last in ((0, 8), (3, 8), (0, 5)):
         got = run(layout.tile, strips, xs, first, last, TOKENS)
-        assert (got == run(reference.matmul, strips, xs, first, last, 1)).all(), (first, last)
+        assert (got == run(reference.matmul, strips, xs, first, last, 1)).all(), (first, last)  # NaN where no row is

@@ -399,7 +399,10 @@ static void check_layout(struct parity *p, const struct moe_layout *ref, const s
         int rows = rows_list[r], num_strips = (rows + ref->strip_rows - 1) / ref->strip_rows;
         encode_rows(strips_got, f, ref, rows_in, rows, cols);
         check_tile(p, l, x, rows, cols, 0, num_strips);
-        if (num_strips > 1) check_tile(p, l, x, rows, cols, 1, num_strips);
+        if (num_strips > 1) { /* as threads share a matrix */
+            check_tile(p, l, x, rows, cols, 1, num_strips);
+            check_tile(p, l, x, rows, cols, 0, num_strips - 1);
+        }
         for (int k = 0; k < LENGTH(tokens_list); k++) {
             parity_where(p, kind_label[kind], cols, "rows", rows, "tokens", tokens_list[k]);
             check_matmul(p, l, x, rows, cols, tokens_list[k], 0, num_strips);

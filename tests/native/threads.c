@@ -91,8 +91,9 @@ static void experts(struct walk *w, const char *format, int compact) {
     float *out = bytes((size_t)T * A * H * 4), weights[T * A];
     int32_t ids[T * A], expert_ids[E], offsets[E + 1], assignments[T * A];
     for (int e = 0; e < E; e++) {
-        expert[e] = (struct moe_expert){matrix(w, format, I, H, NULL, compact), matrix(w, format, I, H, NULL, compact),
-                                        matrix(w, format, H, I, NULL, compact)};
+        expert[e] = (struct moe_expert){.gate = matrix(w, format, I, H, NULL, compact),
+                                        .up = matrix(w, format, I, H, NULL, compact),
+                                        .down = matrix(w, format, H, I, NULL, compact)};
         table[e] = &expert[e];
     }
     TRY(w, moe_route(w->ctx, ids, weights, logits, T, E, A, &rule));
