@@ -26,8 +26,8 @@ READ_BYTES = 1 << 20  # readers take larger pieces in parts of this size
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """step_s: one decode step behind `depth` positions. window_s: rows of a verify window -> seconds, where asked for.
-    prefill_s: a prompt of prefill_tokens. distinct_layers: layers with weights of their own."""
+    """step_s: mean of decode steps behind the prompt (a rate counts every delay). window_s: one verify window, where
+    asked for. prefill_s: a prompt of prefill_tokens. distinct_layers: layers with weights of their own."""
 
     step_s: float
     window_s: float | None
@@ -67,7 +67,7 @@ def model_speed(files, context: Context, compact: bool, *, prompt: int, max_toke
     if window > 1:
         cache.truncate(prompt)
         window_s = min(_timed(lambda: decode_step(model, cache, ids[prompt : prompt + window], prompt)) for _ in "abc")
-    return ModelSpeed(statistics.median(steps), window_s, prefill_s, prompt, loader.distinct)
+    return ModelSpeed(statistics.fmean(steps), window_s, prefill_s, prompt, loader.distinct)
 
 
 def loop_seconds(options) -> float:

@@ -20,7 +20,7 @@ from .weights.architectures import expected_tensors, model_config
 from .weights.base import ModelFiles, TensorRecord
 from .weights.loader import WeightLoader
 
-NORM = 1e-4  # keeps what random blocks produce finite
+NORM, SMALL_NORM = 1e-2, 1e-4  # the second keeps finite what random scales of formats that are only read produce
 _SEED_ROWS = 256  # random rows of a matrix; the others repeat them
 
 
@@ -65,13 +65,15 @@ class SyntheticLoader(WeightLoader):
     def __init__(self, files, context: Context, *, compact_experts: bool, pool_bytes: int):
         super().__init__(files, context, compact_experts=compact_experts)
         self._rng, self._made, self._experts = np.random.default_rng(1), {}, {}
+        only_read = any(get_format(r.format).max_relative_error is None for r in files.tensors.values())
+        self._norm = SMALL_NORM if only_read else NORM
         layers = files.model_config.num_hidden_layers
         in_layers = sum(r.nbytes for r in files.tensors.values() if r.name.startswith("layers."))
         self.distinct = max(1, min(layers, pool_bytes * layers // max(in_layers, 1)))
 
     def vector(self, name: str, size: int) -> Vector:
         record = self._record(name, (size,))
-        return Vector(np.full(size, NORM if record.role == "norm" else 0.0, np.float32))
+        return Vector(np.full(size, self._norm if record.role == "norm" else 0.0, np.float32))
 
     def _matrix(self, name: str, rows: int, cols: int, mapped: bool, compact: bool) -> Matrix:
         record = self._record(name, (rows, cols))
