@@ -95,7 +95,9 @@ static void route_task(void *arg, int task, int worker) {
 }
 
 static int rule_ok(const struct moe_ctx *ctx, const struct moe_router_rule *rule, int num_experts, int top) {
-    if (rule->score < MOE_SOFTMAX_THEN_TOPK || rule->score > MOE_SIGMOID_THEN_TOPK || !(rule->norm_epsilon >= 0)) return 0;
+    if (rule->score < MOE_SOFTMAX_THEN_TOPK || rule->score > MOE_SIGMOID_THEN_TOPK ||
+        !(rule->norm_epsilon >= 0))
+        return 0;
     if (rule->correction && !ctx->vec->all_finite(rule->correction, num_experts)) return 0;
     const int n = rule->num_groups;
     if (!n) return 1;
@@ -194,7 +196,8 @@ static const struct unit *unit_of_task(const struct experts_job *j, int task, in
 }
 
 /* Strips of rows [row0, row1), counted as the strips do. */
-static struct moe_span span_of_rows(const struct experts_job *j, const struct moe_matrix *w, int row0, int row1, char *scratch) {
+static struct moe_span span_of_rows(const struct experts_job *j, const struct moe_matrix *w, int row0, int row1,
+                                    char *scratch) {
     int strip_rows = w->layout->strip_rows;
     return moe_span(j->ctx, w, row0 / strip_rows, (row1 + strip_rows - 1) / strip_rows, scratch);
 }
@@ -354,7 +357,8 @@ static void need_span(size_t *bytes, const struct moe_ctx *ctx, const struct moe
     if (moe_span_bytes(ctx, w) > *bytes) *bytes = moe_span_bytes(ctx, w);
 }
 
-static int check_call(struct experts_call *c, const struct moe_ctx *ctx, int num_experts_per_tok, int *hidden_size, size_t *act_h_stride) {
+static int check_call(struct experts_call *c, const struct moe_ctx *ctx, int num_experts_per_tok, int *hidden_size,
+                      size_t *act_h_stride) {
     for (int i = 0; i < c->num_experts; i++) {
         if (c->expert_ids[i] < 0 || c->offsets[i] < 0 || c->offsets[i + 1] < c->offsets[i]) return 0;
         const struct moe_expert *e = c->table[c->expert_ids[i]];
@@ -407,7 +411,8 @@ static int run_experts(struct experts_job *j, const struct experts_call *c) {
     size_t act_x_bytes = 0, span_bytes = (size_t)j->ctx->num_threads * j->span_bytes;
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++) act_x_bytes += j->act_x_stride[form];
     char *p = moe_scratch(j->ctx, tokens * (act_x_bytes + 5) + window * (j->hidden_stride * 4 + j->act_h_stride) +
-                                      up_floats * 4 + span_bytes + window * sizeof(struct unit) + (6 + MOE_NUM_ACT) * 64);
+                                      up_floats * 4 + span_bytes + window * sizeof(struct unit) +
+                                          (6 + MOE_NUM_ACT) * 64);
     if (!p) return MOE_NO_MEMORY;
     for (int form = MOE_ACT_Q8_32; form < MOE_NUM_ACT; form++)
         j->act_x[form] = carve(&p, tokens * j->act_x_stride[form]);

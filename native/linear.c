@@ -120,11 +120,13 @@ static void recode_span(struct moe_span *span, const struct moe_matrix *w, int f
 }
 
 /* The one strip of the span as rows of float32. */
-static void float_span(struct moe_span *span, const struct moe_ctx *ctx, const struct moe_matrix *w, int strip, float *rows) {
+static void float_span(struct moe_span *span, const struct moe_ctx *ctx, const struct moe_matrix *w, int strip,
+                       float *rows) {
     const int strip_rows = w->layout->strip_rows;
     const char *data = (const char *)span->data + (size_t)span->first * w->layout->strip_bytes(w->cols);
     w->layout->dequantize_strip(rows, data, w->cols);
-    *span = (struct moe_span){.layout = ctx->float_rows, .data = rows, .row0 = (int64_t)strip * strip_rows, .cols = w->cols};
+    *span = (struct moe_span){.layout = ctx->float_rows, .data = rows, .row0 = (int64_t)strip * strip_rows, .cols =
+                              w->cols};
     span->rows = w->rows - span->row0 < strip_rows ? w->rows - (int)span->row0 : strip_rows;
     if (w->layout->scattered) {
         span->row0 = strip;
@@ -179,7 +181,8 @@ int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, 
 
 void moe_encode_serial(void *out, const struct moe_format *format, const struct moe_layout *layout, const void *rows_in,
                        int rows, int cols) {
-    struct encode_job job = {out, rows_in, format, layout, moe_row_bytes(format, cols), layout->strip_bytes(cols), rows, cols};
+    struct encode_job job = {out, rows_in, format, layout, moe_row_bytes(format, cols), layout->strip_bytes(cols),
+                             rows, cols};
     encode_strips(&job, 0, ((int64_t)rows + layout->strip_rows - 1) / layout->strip_rows);
 }
 
@@ -457,7 +460,8 @@ static int run_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, fl
             parts[m].act_stride = (size_t)cols * 4;
         }
     }
-    struct linear_job job = {.ctx = ctx, .vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens = num_tokens,
+    struct linear_job job = {.ctx = ctx, .vec = ctx->vec, .parts = parts, .num_parts = num_matrices, .num_tokens =
+                             num_tokens,
                              .add = add, .spans = scratch + spans_at, .span_bytes = span_bytes};
     plan_linear(ctx, &job);
     return MOE_OK;
