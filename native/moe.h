@@ -269,6 +269,10 @@ int moe_streamer_use(struct moe_streamer *s, const int32_t *slots, int count, in
  * number; 0 when the time is over or nothing is on its way. */
 int moe_streamer_next(struct moe_streamer *s, struct moe_stream_event *events, int max_events, int timeout_ms);
 int moe_streamer_poll_speculative(struct moe_streamer *s, struct moe_stream_event *events, int max_events);
+/* For a caller that lost track (an interrupted call): drops what is queued, waits at most timeout_ms for what is under way,
+ * forgets events and uses. keys [num_slots]: the expert that is resident in each slot, or -1. MOE_IN_USE: time is over,
+ * call again. */
+int moe_streamer_reset(struct moe_streamer *s, int64_t *keys, int timeout_ms);
 void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats);
 /* mlock: 0 or errno. */
 int moe_lock_memory(const void *data, size_t nbytes);

@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -154,15 +155,35 @@ static int read_range(struct moe_streamer *s, int fd, int direct, char *at, int6
     return 0;
 }
 
+static int shorter_than(int fd, int64_t nbytes) {
+    struct stat now;
+    return !fstat(fd, &now) && now.st_size < nbytes;
+}
+
+/* Bytes [from, to) of a mapped file to `at`. The kernel copies: where the file was cut or its disk fails, a load of our own
+ * would be a SIGBUS, which kills the process, and this is an error. */
+static int copy_mapped(struct moe_streamer *s, const struct source *f, char *at, int64_t from, int64_t to) {
+    int64_t nbytes = to - from;
+    if (shorter_than(f->buffered_fd, to)) return MOE_STREAM_EARLY_END;
+    if (atomic_load(&s->faulty) && injected(s, &nbytes)) return errno;
+    while (from < to) {
+        struct iovec here = {at, (size_t)(to - from)}, there = {(void *)(uintptr_t)(f->mapping + from), (size_t)(to - from)};
+        ssize_t got = process_vm_readv(getpid(), &here, 1, &there, 1, 0);
+        if (got < 0 && (errno == ENOSYS || errno == EPERM)) { /* forbidden here: the check above is all there is */
+            memcpy(at, f->mapping + from, (size_t)(to - from));
+            return 0;
+        }
+        if (got <= 0) return shorter_than(f->buffered_fd, to) ? MOE_STREAM_EARLY_END : EIO;
+        from += got;
+        at += got;
+    }
+    return shorter_than(f->buffered_fd, to) ? MOE_STREAM_EARLY_END : 0; /* cut inside its last page: zeros were copied */
+}
+
 static int fetch(struct moe_streamer *s, const struct chunk *c) {
     struct source *f = &s->files[c->file];
     char *first = c->to + (c->first - c->begin);
-    if (f->mapping) {
-        struct stat now; /* a page past the end would kill the process */
-        if (!fstat(f->buffered_fd, &now) && now.st_size < c->last) return MOE_STREAM_EARLY_END;
-        memcpy(first, f->mapping + c->first, (size_t)(c->last - c->first));
-        return 0;
-    }
+    if (f->mapping) return copy_mapped(s, f, first, c->first, c->last);
     if (f->direct_fd >= 0 && !atomic_load(&f->direct_refused)) {
         int error = read_range(s, f->direct_fd, 1, c->to, c->begin, c->end, c->last);
         if (error != EINVAL) return error;
@@ -543,6 +564,45 @@ int moe_streamer_poll_speculative(struct moe_streamer *s, struct moe_stream_even
     int count = pop_events(s, SPECULATIVE_DONE, events, max_events);
     pthread_mutex_unlock(&s->lock);
     return count;
+}
+
+static int any_unfinished(const struct moe_streamer *s) {
+    for (int i = 0; i < s->num_slots; i++)
+        if (s->slots[i].state == RESERVED || s->slots[i].state == READING) return 1;
+    return 0;
+}
+
+static void drop_queued(struct moe_streamer *s, enum list_name list) {
+    for (int slot = s->heads[list], next; slot != NONE; slot = next) {
+        struct slot *x = &s->slots[slot];
+        next = x->next;
+        if (x->state != RESERVED) continue;
+        take_out(s, slot);
+        x->state = FREE;
+        s->wanted_left -= !x->speculative;
+    }
+}
+
+int moe_streamer_reset(struct moe_streamer *s, int64_t *keys, int timeout_ms) {
+    if (!s || !keys) return MOE_BAD_ARGUMENT;
+    if (s->owner != getpid()) return MOE_NO_THREAD;
+    int64_t until = now_ns() + (int64_t)timeout_ms * 1000000;
+    struct timespec end = {until / 1000000000, until % 1000000000};
+    pthread_mutex_lock(&s->lock);
+    drop_queued(s, WANTED);
+    drop_queued(s, SPECULATIVE);
+    int late = 0;
+    while (any_unfinished(s) && !late) late = pthread_cond_timedwait(&s->done, &s->lock, &end) != 0;
+    late = late && any_unfinished(s);
+    for (int slot = 0; slot < s->num_slots && !late; slot++) {
+        struct slot *x = &s->slots[slot];
+        take_out(s, slot);
+        if (x->state == FAILED) x->state = FREE;
+        x->uses = 0;
+        keys[slot] = x->state == RESIDENT ? x->key : -1;
+    }
+    pthread_mutex_unlock(&s->lock);
+    return late ? MOE_IN_USE : MOE_OK;
 }
 
 void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats) {

@@ -131,7 +131,11 @@ def test_another_models_history_is_refused_and_left_alone(model, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"not json", b'{"magic": "millstream-usage"}',
     b'{"magic": "millstream-usage", "version": 1, "fingerprint": "", "tokens": 1, "uses": [[1], [1, 2]]}',
     b'{"magic": "millstream-usage", "version": 1, "fingerprint": "", "tokens": 1, "uses": [[-1]]}',
-    b'{"magic": "millstream-usage", "version": 1, "fingerprint": "", "tokens": 1, "uses": [[NaN]]}'])  # fmt: skip
+    b'{"magic": "millstream-usage", "version": 1, "fingerprint": "", "tokens": 1, "uses": [[NaN]]}',
+    b'{"magic": "millstream-usage", "version": 1, "fingerprint": "", "tokens": NaN, "uses": [[1]]}',
+    b'{"magic": "millstream-usage", "version": 1, "fingerprint": "", "tokens": -1, "uses": [[1]]}',
+    b'{"magic": "millstream-usage", "version": 1, "fingerprint": "", "tokens": 1' + b"0" * 400 + b', "uses": [[1]]}',
+    b"[" * 200000])  # fmt: skip
 def test_a_broken_history_is_an_error_by_name(model, tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)

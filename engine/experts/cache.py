@@ -14,6 +14,7 @@ from ..kernels import check, ffi, lib, text
 from ..weights.architectures import EXPERT_PARTS
 from .files import ExpertFiles
 from .places import ExpertPlaces
+from .policy import make_policy
 
 DEFAULT_READERS = 4
 CHUNK_BYTES = 1 << 20
@@ -62,6 +63,7 @@ class ExpertCache:
         self.slot_of: list[int] = [-1] * places.num_keys
         self._free = list(range(num_slots - 1, -1, -1))
         self._in_flight = 0
+        self._in_call = False
         self.lookahead = None  # set by the stream when there is one
         self._events = ffi.new("struct moe_stream_event[]", _MAX_EVENTS)
         self._keys = np.empty(num_slots, np.int64)
@@ -207,6 +209,34 @@ class ExpertCache:
             for i, key in enumerate(part):
                 self._slots[i] = self.slot_of[key]
             check(lib.moe_streamer_use(self.handle, self._slots_ptr, len(part), change), "expert use count")
+
+    def begin_call(self) -> None:
+        """Before anything of a layer call; what the last one left behind, if it was interrupted, is put in order."""
+        if self._in_call:
+            self._recover()
+        self._in_call = True
+
+    def end_call(self) -> None:
+        self._in_call = False
+
+    def _recover(self) -> None:
+        """Ctrl-C may have come between any two statements, so only the native side knows what is in the slots."""
+        while (status := lib.moe_streamer_reset(self.handle, self._keys_ptr, _WAIT_MS)) == lib.MOE_IN_USE:
+            continue
+        check(status, "expert cache")
+        self.policy = make_policy(self.policy.name, self.num_slots, self.places.num_keys)
+        self._free, self._in_flight = [], 0
+        if self.lookahead:
+            self.lookahead.forget()
+        for key in self.places.keys:
+            self.slot_of[key] = -1
+            for matrix in self._matrices(self.structs[key]):
+                matrix.data = ffi.NULL
+        for slot, key in enumerate(self._keys.tolist()):
+            if key < 0 or self.slot_of[key] >= 0:
+                self._free.append(slot)
+            else:
+                self.publish(key, slot)
 
     def settle(self) -> None:
         """After an error: wait for what is under way, so that every slot is free or resident and out of use."""

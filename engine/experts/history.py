@@ -95,10 +95,11 @@ class Usage:
             if version == VERSION:
                 uses = np.array(content["uses"], np.float64)
                 usage = cls(str(content["fingerprint"]), uses, float(content["tokens"]))
-                if uses.ndim != 2 or not np.all(np.isfinite(uses)) or uses.min(initial=0.0) < 0:
+                numbers = np.append(uses, usage.tokens)
+                if uses.ndim != 2 or not np.all(np.isfinite(numbers)) or numbers.min() < 0:
                     raise ValueError
                 return usage
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise ConfigError(f"{path}: is no usage history and no route trace, or broken; remove it") from None
         raise ConfigError(
             f"{path}: usage history version {version}, this millstream reads version {VERSION}; remove it"

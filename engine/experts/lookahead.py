@@ -170,6 +170,12 @@ class LookAhead:
                 self.cache.publish(event.key, event.slot)
                 self.unused[event.key] = None
 
+    def forget(self) -> None:
+        """After an interruption: nothing is on its way, and what came is an expert like any other."""
+        self.coming.clear()
+        self.unused.clear()
+        self._predicted = None
+
     def stale(self, busy) -> int | None:
         """A guess that arrived and was not wanted, to be evicted before anything else."""
         key = next((key for key in self.unused if key not in busy), None)

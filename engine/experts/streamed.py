@@ -81,8 +81,22 @@ class StreamedExperts:
 
         Raises ExpertReadError; the cache is in order afterwards.
         """
-        cache, first = self.cache, self.first_key
-        routed = _Plan(layers, name, buffers, plan, num_used, x, num_tokens, top)
+        cache = self.cache
+        cache.begin_call()
+        try:
+            self._run(
+                _Plan(layers, name, buffers, plan, num_used, x, num_tokens, top),
+                buffers,
+                (layers, self.layer, x, num_tokens),
+            )
+        except ExpertReadError:
+            cache.settle()
+            cache.end_call()
+            raise
+        cache.end_call()
+
+    def _run(self, routed: _Plan, buffers, look: tuple) -> None:
+        cache, first, num_tokens = self.cache, self.first_key, look[-1]
         keys = [first + expert for expert in routed.ids]
         slot_of = cache.slot_of
         if cache.lookahead:
@@ -90,19 +104,14 @@ class StreamedExperts:
         missing = [i for i, key in enumerate(keys) if slot_of[key] < 0]
         weights = buffers.weights.array.reshape(-1)[routed.assignments]
         cache.policy.touch(keys, np.add.reduceat(weights, routed.offsets[:-1]).tolist())
-        cache.counters.hits += num_used - len(missing)
+        cache.counters.hits += len(keys) - len(missing)
         cache.counters.misses += len(missing)
-        look = (layers, self.layer, x, num_tokens)
         if not missing:
             if cache.lookahead:
                 cache.lookahead.ask(*look, set(keys))
-            routed.run(self.table, self._subset, range(num_used))
+            routed.run(self.table, self._subset, range(len(keys)))
             return
-        try:
-            self._run_missing(routed, keys, missing, look)
-        except BaseException:
-            cache.settle()
-            raise
+        self._run_missing(routed, keys, missing, look)
 
     def run_resident(self, layers, name: str, buffers, plan, num_used: int, x, num_tokens: int, top: int) -> None:
         """`run` when every expert was read at load: that of ResidentExperts."""
