@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 from memory_group import cached_share, drop_from_cache, memory_group, run_in
 
+import engine
 from converters.hf import RoleFormats, convert
 from engine import memory
 from engine.errors import ConfigError
@@ -133,3 +134,9 @@ def test_plan_spends_what_is_left_and_refuses_too_little():
     assert memory.make_plan(budget, {"dense weights": 500}, 30, num_experts=8, minimum=4).num_slots == 8
     with pytest.raises(ConfigError, match=r"dense weights 0 MiB|not enough memory"):
         memory.make_plan(budget, {"dense weights": 900}, 30, num_experts=64, minimum=4)
+
+
+def test_too_little_ram_is_refused_with_all_that_is_needed(tiny_snapshot):
+    path = tiny_snapshot("wide", experts="q8_0", dense="q8_0")
+    with pytest.raises(ConfigError, match=r"more than 0\.\d{3} GiB needed: weights .* program and page cache \d+ MiB"):
+        engine.load(path, ram=0.01)

@@ -169,9 +169,10 @@ def plan_experts(
         return choose_expert_layout(options.expert_layout, files, context, max(0, left)), None
     if left < 0 and options.ram is not None:
         raise ConfigError(
-            f"not enough memory: {memory.gib(budget.total_bytes)} ({budget.source}), but weights other than experts "
-            f"take {memory.gib(dense)} and keys and values of {positions} positions {memory.gib(kv)}; raise --ram, or "
-            "choose a smaller --ctx"
+            f"not enough memory: {memory.gib(budget.total_bytes)} ({budget.source}), more than "
+            f"{others / memory.GIB:.3f} GiB needed: weights other than experts {dense / memory.MIB:.0f} MiB, keys and "
+            f"values of {positions} positions {kv / memory.MIB:.0f} MiB, program and page cache "
+            f"{(others - dense - kv) / memory.MIB:.0f} MiB; raise --ram, or choose a smaller --ctx"
         )
     if options.expert_slots is None:
         layout = choose_expert_layout(options.expert_layout, files, context, max(0, left))
