@@ -154,6 +154,7 @@ def simulate(policy, right, rounds=2000, ms=lambda rows: 1 + 0.2 * (rows - 1)):
     total, tokens, used = 0.0, 0, []
     for _ in range(rounds):
         rows = policy.rows(("test", 0), 7, 0.0, 0.5)
+        policy.use(rows)
         accepted = 0
         while accepted < rows - 1 and right(tokens + accepted):
             accepted += 1

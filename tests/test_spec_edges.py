@@ -161,6 +161,27 @@ def test_a_draft_model_that_is_padded_otherwise(padded):
     assert source.offer(np.array([5, 291], np.int32), 4) and source.offer(np.array([5, 292], np.int32), 4) is None
 
 
+def test_a_source_that_does_not_pay_leaves_room_for_the_next():
+    """The policy may refuse one source's drafts and take another's in the same round; it notes one choice a round."""
+
+    class Picky(FixedPolicy):
+        used = ()
+
+        def rows(self, key, count, ms_per_draft, chance):
+            return 1 if key[0] == "random" else super().rows(key, count, ms_per_draft, chance)
+
+        def use(self, rows):
+            self.used = (*self.used, rows)
+
+    known = list(range(20))
+    sources = [spec_tools.RandomSource(100), spec_tools.OracleSource(known)]
+    speculator = Speculator(sources, Picky(4))
+    text = np.array(known, np.int32)
+    assert speculator.window(text[:5], 9).ids.tolist() == [4, 5, 6, 7]
+    assert speculator.window(text, 9).ids.tolist() == [19]  # the oracle abstains here
+    assert speculator.policy.used == (4, 1)
+
+
 @pytest.mark.parametrize("spec", [True, False, 2.0, 2.7, "4 ", "\u0664", b"4", "+4", None, [4], np.array([1, 2])])
 def test_a_window_length_of_another_type_is_refused(spec):
     with pytest.raises(ConfigError, match="expected 0 to 8 rows"):

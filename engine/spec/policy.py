@@ -38,6 +38,9 @@ class FixedPolicy:
     def rows(self, key, count: int, ms_per_draft: float, chance: float) -> int:
         return min(self._rows, count + 1)
 
+    def use(self, rows: int) -> None:
+        """Nothing to note."""
+
     def record_plain(self, ms: float) -> None:
         """Nothing to learn."""
 
@@ -152,12 +155,15 @@ class AutoPolicy:
         return 1, "no window length pays"
 
     def rows(self, key, count: int, ms_per_draft: float, chance: float = 0.5) -> int:
-        """Rows for the next window when a source offers `count` drafts; 1 is plain decode."""
+        """Rows for the next window when a source offers `count` drafts; 1: plain decode, or another source."""
         rows, self.reason = self._choose(key, count, ms_per_draft, chance)
+        return rows
+
+    def use(self, rows: int) -> None:
+        """The window gets this many rows; called once for the answers that `rows` gave about all sources."""
         if (rows > 1) != (self._last > 1):
             self.switches.append((self._rounds, self._last, rows, self.reason))
         self._last = rows
-        return rows
 
     def record_plain(self, ms: float) -> None:
         """A plain step took `ms`. Runs beside every step of a text without drafts, so it does little."""

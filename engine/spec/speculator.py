@@ -100,7 +100,7 @@ class Window:
 
 
 class Speculator:
-    """One generation's sources (the first that offers something is used) and policy."""
+    """One generation's sources (the first whose offer the policy takes is used) and policy."""
 
     def __init__(self, sources: list[DraftSource], policy):
         self.sources, self.policy, self.stats = sources, policy, SpecStats(policy=policy)
@@ -114,16 +114,21 @@ class Speculator:
         """text: int32 [n], all tokens so far; room: tokens that may still be emitted, >= 1."""
         started = time.perf_counter()
         limit = min(self.policy.max_rows(), room) - 1
+        rows, key, drafts = 0, None, []
         for source in self.sources if limit > 0 else ():
             offer = source.offer(text, limit)
             if offer is None:
                 continue
             key = (source.name, offer.bucket)
             rows = self.policy.rows(key, offer.count, source.ms_per_draft, offer.chance)
-            drafts = source.draft(rows - 1) if rows > 1 else []
-            self.stats.draft_s += time.perf_counter() - started
-            return Window(np.array([text[-1], *drafts], np.int32), key, started)
-        return Window(text[-1:], None, started)
+            if rows > 1:  # else it does not pay with these drafts; perhaps with those of the next source
+                drafts = source.draft(rows - 1)
+                break
+        if not rows:
+            return Window(text[-1:], None, started)
+        self.policy.use(rows)
+        self.stats.draft_s += time.perf_counter() - started
+        return Window(np.array([text[-1], *drafts], np.int32), key, started)
 
     def commit(self, window: Window, num_picked: int, experts_used: int = 0) -> None:
         """The window emitted num_picked tokens: its accepted drafts and the model's own next one. experts_used: the
