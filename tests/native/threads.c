@@ -11,7 +11,7 @@
 #if defined(__SANITIZE_THREAD__) /* some twenty times slower: small matrices, the best tier only */
 enum { SANITIZED = 1, H = 256, I = 256, E = 3, V = 1001, CAPACITY = 128, MAX_FORMATS = 4 };
 #else
-enum { SANITIZED = 0, H = 512, I = 256, E = 6, V = 3001, CAPACITY = 192, MAX_FORMATS = 99 };
+enum { SANITIZED = 0, H = 512, I = 256, E = 3, V = 3001, CAPACITY = 192, MAX_FORMATS = 99 };
 #endif
 enum { A = 2, T = 11, N = 4, K = 2, D = 64 };
 
