@@ -4,6 +4,7 @@ A `Context` is one CPU tier plus one thread pool. It knows nothing about models;
 statuses into errors.
 """
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,18 @@ from ._native import ffi
 from ._native import lib as _compiled
 from .errors import FormatError, KernelError
 
-__all__ = ["Context", "KernelTable", "Matrix", "aligned_empty", "ffi", "formats", "layouts", "lib", "tiers"]
+__all__ = [
+    "Context",
+    "KernelTable",
+    "Matrix",
+    "aligned_empty",
+    "ffi",
+    "formats",
+    "layouts",
+    "lib",
+    "tiers",
+    "weights_empty",
+]
 
 
 class Native:
@@ -64,6 +76,27 @@ def aligned_empty(num_bytes: int) -> np.ndarray:
     raw = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT_BYTES
     return raw[start : start + num_bytes]
+
+
+_ARENA_BYTES = 32 << 20  # numpy asks the system for huge pages from 4 MiB on
+_arena, _arena_lock = np.empty(0, np.uint8), threading.Lock()
+
+
+def weights_empty(num_bytes: int) -> np.ndarray:
+    """uint8 [num_bytes] for weights that stay, contents undefined, at a multiple of 64; a piece of a large block.
+
+    A matrix of a few MiB of its own would lie in small pages: reading it takes several times as long, since between
+    two tokens everything else that is read pushes the entries of its pages out of the caches.
+    """
+    global _arena
+    rounded = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if rounded >= _ARENA_BYTES:
+        return aligned_empty(num_bytes)
+    with _arena_lock:  # engines may be loaded by several threads
+        if rounded > len(_arena):
+            _arena = aligned_empty(_ARENA_BYTES)
+        piece, _arena = _arena[:num_bytes], _arena[rounded:]
+    return piece
 
 
 def address(array: np.ndarray, ctype: str = "void *"):
@@ -272,7 +305,7 @@ class Context:
         """Storage rows (uint8, rows * row_bytes) to strips of the format's layout (uint8, 64-byte aligned)."""
         storage = self._storage_view(format_name, storage, rows, cols)
         table, layout = self.format(format_name), self.layout(self.layout_of(format_name))
-        out = aligned_empty(lib.moe_matrix_bytes(layout, rows, cols))
+        out = weights_empty(lib.moe_matrix_bytes(layout, rows, cols))
         check(lib.moe_encode(self.handle, address(out), table, layout, address(storage), rows, cols), "encode")
         return out
 

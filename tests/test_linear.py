@@ -403,3 +403,17 @@ def test_combine_reports_non_finite_sums():
     assert lib.moe_experts_combine(ctx, pointer(y), *args) == lib.MOE_OK
     out[59, 1999] = np.inf
     assert lib.moe_experts_combine(ctx, pointer(y), *args) == lib.MOE_NONFINITE
+
+
+def test_weights_never_share_memory():
+    """Pieces of large blocks, asked for by several threads at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from engine.kernels import weights_empty
+
+    sizes = [1, 63, 64, 65, 4096, 1_000_001, 5 << 20, 40 << 20] * 6
+    with ThreadPoolExecutor(8) as pool:
+        pieces = list(pool.map(weights_empty, sizes))
+    assert [p.nbytes for p in pieces] == sizes and all(p.ctypes.data % 64 == 0 for p in pieces)
+    spans = sorted((p.ctypes.data, p.ctypes.data + p.nbytes) for p in pieces)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -5,7 +5,7 @@ import numpy as np
 from ..errors import WeightsError
 from ..experts import LazyExperts, Recoder, ResidentExperts
 from ..experts.layout import ROWS_ARE_STRIPS as _FLOATS
-from ..kernels import Context, Matrix, aligned_empty
+from ..kernels import Context, Matrix, weights_empty
 from ..layers import Vector
 from .architectures import EXPERT_PARTS, expert_matrix_name
 
@@ -61,7 +61,7 @@ class WeightLoader:
                 self.files.release(name)
             return matrix
         if not mapped:
-            own = aligned_empty(data.nbytes)
+            own = weights_empty(data.nbytes)
             own[:] = data
             data = own
         return Matrix(self.context, record.layout, data, rows, cols, record.format)

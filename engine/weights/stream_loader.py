@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from ..kernels import Matrix, address, aligned_empty, check, lib
+from ..kernels import Matrix, address, check, lib, weights_empty
 from ..layers import Vector
 from ..memory import LOAD_CHUNK_BYTES
 from .errors import TruncatedFileError
@@ -32,7 +32,7 @@ class StreamLoader(WeightLoader):
     def _matrix(self, name: str, rows: int, cols: int, mapped: bool, compact: bool) -> Matrix:
         record = self._record(name, (rows, cols))
         if record.layout is not None:
-            strips = aligned_empty(record.nbytes)
+            strips = weights_empty(record.nbytes)
             self._read(record, 0, strips)
             return Matrix(self.context, record.layout, strips, rows, cols, record.format)
         return self._recoded(record, rows, cols)
@@ -41,7 +41,7 @@ class StreamLoader(WeightLoader):
         """Storage rows in parts of LOAD_CHUNK_BYTES, so that nothing is in memory twice."""
         context, layout_name = self.context, self.context.layout_of(record.format)
         table, layout = context.format(record.format), context.layout(layout_name)
-        out = aligned_empty(context.matrix_bytes(layout_name, rows, cols))
+        out = weights_empty(context.matrix_bytes(layout_name, rows, cols))
         row_bytes = record.nbytes // rows
         step = max(1, LOAD_CHUNK_BYTES // row_bytes // layout.strip_rows) * layout.strip_rows
         if table.group_rows:
