@@ -3,8 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
-
-import numpy as np
+from numbers import Integral
 
 from .errors import ConfigError
 
@@ -89,7 +88,7 @@ def parse_spec(spec) -> int | str:
             return spec
         rows = int(spec) if re.fullmatch("[0-9]{1,4}", spec) else -1
     else:  # a truth value or a fraction is a mistake, not a number of rows
-        rows = int(spec) if isinstance(spec, int | np.integer) and not isinstance(spec, bool) else -1
+        rows = int(spec) if isinstance(spec, Integral) and not isinstance(spec, bool) else -1
     if not 0 <= rows <= MAX_WINDOW_ROWS:
         raise ConfigError(f"--spec: got {spec!r}, expected 0 to {MAX_WINDOW_ROWS} rows of a window, or auto")
     return rows
