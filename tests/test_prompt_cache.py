@@ -132,7 +132,7 @@ def test_foreign_and_newer_files_are_refused_untouched(loaded, tmp_path):
         with pytest.raises(ConfigError, match=text):
             reopened(loaded, tmp_path / "c")
         assert (tmp_path / "c").read_bytes() == content
-    with pytest.raises(ConfigError, match="cannot be written: No such file"):
+    with pytest.raises(ConfigError, match="there is no directory"):
         session = Session(loaded)
         cache = PromptCache(tmp_path / "no" / "c", session, loaded)
         tokens(loaded, session)
