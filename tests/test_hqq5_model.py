@@ -130,7 +130,7 @@ def test_damaged_scale_is_found_by_verify_of_storage_rows(wide_hf, tmp_path):
     record = open_model(out).tensors["layers.0.mlp.experts.0.gate_proj"]
     stored = np.array(open_model(out).read(record.name))
     stored[-1] = 0x7C
-    from engine.weights.snapshot import first_nonfinite_row
+    from engine.weights.scales import first_nonfinite_row
 
     context = kernels.Context(None, 1)
     assert first_nonfinite_row(context, record, stored, 8) == record.rows // 32 - 1

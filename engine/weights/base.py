@@ -118,6 +118,7 @@ class ModelFiles:
     """
 
     kind = ""
+    nonfinite_remedy = ""  # end of the error about a row: what it has, and what to do
     gguf_metadata: Mapping[str, object] | None = None
 
     def __init__(self, directory: Path, architecture: str, config: dict, generation_config: dict):

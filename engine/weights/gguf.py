@@ -12,14 +12,13 @@ from ..formats import FORMATS
 from ..models import family, known
 from . import checks
 from .architectures import Expected, expected_tensors, model_config
-from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord
+from .base import ModelFiles, ProgressCallback, TensorRecord
 from .errors import (
     DuplicateTensorError,
     ForeignFileError,
     HeaderSyntaxError,
     MissingFileError,
     MissingTensorError,
-    NonFiniteError,
     NotASnapshotError,
     UnexpectedTensorError,
     UnknownArchitectureError,
@@ -27,7 +26,7 @@ from .errors import (
 )
 from .gguf_header import GgufHeader, GgufTensor, read_header
 from .gguf_keys import GgufKeys
-from .scales import first_nonfinite_row, sample
+from .scales import refuse_nonfinite, sample, verify_scales
 from .slices import Slice, parse, span
 
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -46,6 +45,7 @@ class GgufModel(ModelFiles):
     """
 
     kind = "gguf"
+    nonfinite_remedy = "a scale or value that is not finite; the file is damaged or its source was, download it again"
 
     def __init__(self, headers: list[GgufHeader], architecture: str, config: dict):
         first = headers[0]
@@ -88,7 +88,7 @@ class GgufModel(ModelFiles):
         self._check_kernels(context)
         self.tied_head = "lm_head" not in self.tensors
         with self.sparse_reads():
-            self._check_scales(sample(self.tensors.values()), context)
+            refuse_nonfinite(self, sample(self.tensors.values()), context)
         return self
 
     # ---- checks at open ----------------------------------------------------------------------------------------------
@@ -183,26 +183,12 @@ class GgufModel(ModelFiles):
                 seen.add((record.format, record.role))
                 checks.check_format(str(self.path), record, FORMATS, context)
 
-    def _check_scales(self, jobs, context) -> None:
-        for record, rows in jobs:
-            row = first_nonfinite_row(context, record, self.read(record.name), min(rows, record.rows))
-            if row is not None:
-                raise NonFiniteError(
-                    f"{self.path_of(record.file)}: tensor {record.name}: row {row} has a scale or value that is not "
-                    "finite; the file is damaged or its source was, download it again"
-                )
-
     def verify(self, progress: ProgressCallback | None = None, threads: int | None = None) -> int:
         """Look at every scale of every tensor; returns the bytes read. GGUF holds no checksums.
 
         Raises: NonFiniteError.
         """
-        context = kernels.Context(num_threads=threads)
-        meter = ProgressMeter(sum(record.nbytes for record in self.tensors.values()), progress)
-        for record in self.tensors.values():
-            self._check_scales([(record, record.rows)], context)
-            meter.add(record.nbytes, record.name)
-        return sum(record.nbytes for record in self.tensors.values())
+        return verify_scales(self, progress, threads)
 
 
 _FLOATS = ("f32", "f16", "bf16")

@@ -8,12 +8,12 @@ from .. import kernels
 from ..formats import FORMATS
 from . import checks
 from .architectures import expected_tensors, model_config, readable_quantization
-from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord
+from .base import ModelFiles, ProgressCallback, TensorRecord
 from .checkpoint import Checkpoint
-from .errors import NonFiniteError, QuantizedSourceError, UnknownArchitectureError
+from .errors import QuantizedSourceError, UnknownArchitectureError
 from .match import match_tensors
 from .quantization import method_of, refuse_quantized
-from .scales import first_nonfinite_row, sample
+from .scales import refuse_nonfinite, sample, verify_scales
 from .views import ViewSource
 
 _FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -24,6 +24,7 @@ class HuggingFaceModel(ModelFiles):
     because the checkpoint stores their numbers in another order; their records have no place in a file."""
 
     kind = "huggingface"
+    nonfinite_remedy = "a value that is not finite; the checkpoint is damaged, download it again"
 
     def __init__(self, checkpoint: Checkpoint, architecture: str):
         super().__init__(checkpoint.path, architecture, checkpoint.config, checkpoint.generation_config)
@@ -62,7 +63,7 @@ class HuggingFaceModel(ModelFiles):
         for record in self.tensors.values():
             if len(record.shape) == 2:
                 checks.check_format(str(self.path), record, FORMATS, context)
-        self._check_scales(sample(self.tensors.values()), context)
+        refuse_nonfinite(self, sample(self.tensors.values()), context)
         return self
 
     def _record(self, name: str, want, source) -> TensorRecord:
@@ -94,23 +95,9 @@ class HuggingFaceModel(ModelFiles):
         if name not in self.made:
             super().release(name)
 
-    def _check_scales(self, jobs, context) -> None:
-        for record, rows in jobs:
-            row = first_nonfinite_row(context, record, self.read(record.name), min(rows, record.rows))
-            if row is not None:
-                raise NonFiniteError(
-                    f"{self.path_of(record.file)}: tensor {record.name}: row {row} has a value that is not finite; the "
-                    "checkpoint is damaged, download it again"
-                )
-
     def verify(self, progress: ProgressCallback | None = None, threads: int | None = None) -> int:
         """Look at every value; returns the bytes read. A checkpoint holds no checksums. Raises: NonFiniteError."""
-        context = kernels.Context(num_threads=threads)
-        meter = ProgressMeter(sum(record.nbytes for record in self.tensors.values()), progress)
-        for record in self.tensors.values():
-            self._check_scales([(record, record.rows)], context)
-            meter.add(record.nbytes, record.name)
-        return sum(record.nbytes for record in self.tensors.values())
+        return verify_scales(self, progress, threads)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -6,7 +6,8 @@ import numpy as np
 
 from .. import kernels
 from ..formats import FORMATS
-from .base import TensorRecord
+from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord
+from .errors import NonFiniteError
 
 # Tensors whose first rows are looked at when a model is opened: enough to notice zeroed or random pages, few enough to
 # open a cold file at once.
@@ -20,6 +21,26 @@ def sample(records: Iterable[TensorRecord]) -> list[tuple[TensorRecord, int]]:
     records = list(records)
     step = -(-len(records) // _SAMPLED_TENSORS)
     return [(record, _SAMPLED_ROWS) for record in records[::step]]
+
+
+def refuse_nonfinite(files: ModelFiles, jobs: Iterable[tuple[TensorRecord, int]], context) -> None:
+    """Raise NonFiniteError naming file, tensor and row when one of the first rows of a (record, rows) is not finite."""
+    for record, rows in jobs:
+        row = first_nonfinite_row(context, record, files.read(record.name), min(rows, record.rows))
+        if row is not None:
+            where = f"{files.path_of(record.file)}: tensor {record.name}: row {row}"
+            raise NonFiniteError(f"{where} has {files.nonfinite_remedy}")
+
+
+def verify_scales(files: ModelFiles, progress: ProgressCallback | None, threads: int | None) -> int:
+    """Look at every tensor of a container without checksums; returns the bytes read. Raises: NonFiniteError."""
+    context = kernels.Context(num_threads=threads)
+    total = sum(record.nbytes for record in files.tensors.values())
+    meter = ProgressMeter(total, progress)
+    for record in files.tensors.values():
+        refuse_nonfinite(files, [(record, record.rows)], context)
+        meter.add(record.nbytes, record.name)
+    return total
 
 
 def first_nonfinite_row(context, record: TensorRecord, stored, rows: int) -> int | None:

@@ -21,14 +21,13 @@ from .errors import (
     ChecksumError,
     HeaderChangedError,
     HeaderSyntaxError,
-    NonFiniteError,
     NotASnapshotError,
     SourceChangedError,
     brief,
 )
 from .header import HEADER_FILE, Header, header_identity, read_header_file
 from .safetensors import read_header
-from .scales import first_nonfinite_row, sample
+from .scales import refuse_nonfinite, sample
 
 _VERIFY_CHUNK_BYTES = 4 << 20
 _CHANGED = "it was edited or damaged after it was written, copy it again or convert the model again"
@@ -51,6 +50,9 @@ class Snapshot(ModelFiles):
     """An opened snapshot; see ModelFiles. header: the typed millstream.json."""
 
     kind = "snapshot"
+    nonfinite_remedy = (
+        "a scale or value that is not finite; the file is damaged or its source was, convert the model again"
+    )
 
     def __init__(self, directory: Path, header: Header, context):
         super().__init__(directory, header.architecture, header.config, header.generation_config)
@@ -93,7 +95,7 @@ class Snapshot(ModelFiles):
                 f"{header_path}: identity {header.identity[:12]} does not match its content; {_CHANGED}"
             )
         with self.sparse_reads():
-            self._check_scales(sample(self.tensors.values()), context)
+            refuse_nonfinite(self, sample(self.tensors.values()), context)
         return self
 
     # ---- checks at open ----------------------------------------------------------------------------------------------
@@ -124,16 +126,6 @@ class Snapshot(ModelFiles):
             container = read_header(self.path_of(name))
             checks.check_container(name, container, self.header.identity, extents)
 
-    def _check_scales(self, jobs: Iterable, context) -> None:
-        """Refuse non-finite scales in the first rows of each (record, rows)."""
-        for record, rows in jobs:
-            row = first_nonfinite_row(context, record, self.read(record.name), min(rows, record.rows))
-            if row is not None:
-                raise NonFiniteError(
-                    f"{self.path_of(record.file)}: tensor {record.name}: row {row} has a scale or value that is not "
-                    "finite; the file is damaged or its source was, convert the model again"
-                )
-
     # ---- verify ------------------------------------------------------------------------------------------------------
 
     def verify(self, progress: ProgressCallback | None = None, threads: int | None = None) -> int:
@@ -149,7 +141,7 @@ class Snapshot(ModelFiles):
                     "convert the model again"
                 )
             context = kernels.Context(self._context.tier, threads)
-            self._check_scales(((record, record.rows) for record in self.tensors.values()), context)
+            refuse_nonfinite(self, ((record, record.rows) for record in self.tensors.values()), context)
         return sum(record.nbytes for record in self.tensors.values())
 
     def _changed_tensors(self, progress: ProgressCallback | None, threads: int | None) -> list[str]:
