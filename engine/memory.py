@@ -5,7 +5,7 @@ experts are read into slots (direct and buffered reads). File pages that the ker
 time; a floor is left for them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .errors import ConfigError
 from .hardware import MemoryPlan, memory_limits, resident_bytes, status_bytes
@@ -66,23 +66,6 @@ def dense_bytes(files, context) -> int:
     return total
 
 
-def resident_expert_bytes(files, context, compact: bool) -> int:
-    """Bytes that all routed experts take in memory, mapped ones included."""
-    sizes: dict[tuple, int] = {}
-    total = 0
-    for record in files.tensors.values():
-        if record.role not in EXPERT_ROLES:
-            continue
-        if record.layout is not None or compact:
-            total += record.nbytes
-            continue
-        key = record.format, record.rows, record.cols
-        if key not in sizes:
-            sizes[key] = context.matrix_bytes(context.layout_of(record.format), record.rows, record.cols)
-        total += sizes[key]
-    return total
-
-
 def kv_estimate(config, positions: int, max_tokens: int, kind: str) -> int:
     """KV bytes of that many positions, at most max_tokens in a call, before there is a model to ask. config: the
     family's checked one."""
@@ -129,7 +112,6 @@ class Plan:
     num_experts: int
     slot_bytes: int
     locked: bool = False
-    warnings: tuple[str, ...] = field(default=())
 
     @property
     def planned_bytes(self) -> int:

@@ -97,11 +97,8 @@ class AutoPolicy:
     def max_rows(self) -> int:
         return self._max_rows
 
-    def cost(self, rows: int) -> float:
-        """Median milliseconds of a window of `rows`; between and beyond measured lengths, along a straight line."""
-        return self._costs[rows]
-
     def _update_costs(self) -> None:
+        """Median milliseconds of a window by rows; between and beyond measured lengths, along a straight line."""
         known = [(n, median(samples)) for n, samples in enumerate(self._samples) if samples]
         (last, cost), later = known[0], known[1:]
         self._costs[: last + 1] = [cost] * (last + 1)
@@ -138,7 +135,7 @@ class AutoPolicy:
             best = 1
         if best == 1:
             return self._probe(count, ms_per_draft)
-        worst = self.cost(best) + ms_per_draft * (best - 1) - plain
+        worst = self._costs[best] + ms_per_draft * (best - 1) - plain
         if self._loss + worst > self._allowed(plain):
             return 1, f"loss budget of {MAX_LOSS:.0%} used up"
         return best, f"{gain:.2f} x plain decode expected"
@@ -148,8 +145,8 @@ class AutoPolicy:
 
     def _probe(self, count: int, ms_per_draft: float) -> tuple[int, str]:
         """Nothing pays now; try the shortest window again when the budget has room for it twice over."""
-        plain = self.cost(1)
-        worst = max(self.cost(2) + ms_per_draft - plain, 0.1 * plain)
+        plain = self._costs[1]
+        worst = max(self._costs[2] + ms_per_draft - plain, 0.1 * plain)
         if count and self._loss + 2 * worst < MAX_LOSS * self._elapsed:
             return 2, "trying again"
         return 1, "no window length pays"
