@@ -1,7 +1,13 @@
-"""A file that appears under its name only when it is complete and on disk."""
+"""Files that appear under their name only when they are complete and on disk, and where those about a model lie."""
 
 import os
 from pathlib import Path
+
+
+def beside(model: str | Path, ending: str) -> Path:
+    """Where a file about a model is kept: a snapshot `dir` has `dir` + ending beside it, `file.gguf` has its own."""
+    path = Path(model).absolute()
+    return path.with_name(path.name + ending)
 
 
 class AtomicFile:

@@ -12,6 +12,11 @@ MAX_THREADS = 1024
 DRAFT_SOURCES = ("lookup", "model")  # in the order in which they are asked
 MAX_WINDOW_ROWS = 8  # rows of a verify window: as many as one kernel call takes
 MAX_READERS = 64
+EXPERT_LAYOUTS = ("auto", "fast", "compact")
+ARITHMETICS = ("canonical", "float")
+IO_MODES = ("auto", "direct", "buffered", "mmap")
+LOOKAHEAD_MODES = ("auto", "on", "off")
+TUNE_ENDING = ".tune.json"  # of the settings kept beside a model
 CACHE_POLICIES = ("score", "lru", "lfu")  # docs/cache-policies.md
 _MAX_INTEGER = (1 << 31) - 1  # sizes and positions are C ints in the native code
 
@@ -63,15 +68,15 @@ class RuntimeConfig:
             raise ConfigError(f"ctx: got {self.ctx}, expected at least 1")
         if self.kv not in ("f16", "f32"):
             raise ConfigError(f"kv: got {self.kv!r}, expected f16 or f32")
-        if self.arith not in ("canonical", "float"):
+        if self.arith not in ARITHMETICS:
             raise ConfigError(f"arith: got {self.arith!r}, expected canonical or float")
-        if self.expert_layout not in ("auto", "fast", "compact"):
+        if self.expert_layout not in EXPERT_LAYOUTS:
             raise ConfigError(f"expert_layout: got {self.expert_layout!r}, expected auto, fast or compact")
         if self.ram is not None and not 0 < self.ram < 1 << 20:
             raise ConfigError(f"ram: got {self.ram}, expected GiB, more than 0")
-        if self.io not in ("auto", "direct", "buffered", "mmap"):
+        if self.io not in IO_MODES:
             raise ConfigError(f"io: got {self.io!r}, expected auto, direct, buffered or mmap")
-        if self.lookahead not in ("auto", "on", "off"):
+        if self.lookahead not in LOOKAHEAD_MODES:
             raise ConfigError(f"lookahead: got {self.lookahead!r}, expected auto, on or off")
         if self.readers is not None and not 1 <= self.readers <= MAX_READERS:
             raise ConfigError(f"readers: got {self.readers}, expected 1 to {MAX_READERS}")

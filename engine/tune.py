@@ -9,8 +9,9 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .atomic_file import AtomicFile
+from .atomic_file import AtomicFile, beside
 from .bench import EngineArm, Result, Test, measure
+from .config import TUNE_ENDING
 from .errors import ConfigError
 from .experts.history import model_fingerprint
 from .hardware import cpu_model
@@ -18,12 +19,6 @@ from .hardware import cpu_model
 MAGIC, VERSION = "millstream-tune", 1
 MIN_GAIN = 1.03
 TUNED = ("threads", "expert_layout", "io", "readers", "cache_policy", "lookahead", "spec")
-
-
-def tune_path(files) -> Path:
-    """Beside the model: `dir.tune.json` or `file.gguf.tune.json`."""
-    path = Path(files.path).absolute()
-    return path.with_name(path.name + ".tune.json")
 
 
 @dataclass
@@ -110,7 +105,7 @@ def tune(model, engine, ids, tokens: int, repeat: int, base: dict, say=lambda tr
 
 def save(files, outcome: Outcome) -> Path:
     """Write the settings. Raises ConfigError where the directory cannot be written."""
-    path = tune_path(files)
+    path = beside(files.path, TUNE_ENDING)
     content = {
         "magic": MAGIC, "version": VERSION, "fingerprint": model_fingerprint(files), "cpu": cpu_model(),
         "cpus": os.cpu_count(), "gain": round(outcome.gain, 4), "settings": outcome.settings,
@@ -125,7 +120,7 @@ def save(files, outcome: Outcome) -> Path:
 
 def load_settings(files) -> tuple[dict, str | None]:
     """(settings for this model and machine, a note on a file that is not for them or damaged, or None)."""
-    path = tune_path(files)
+    path = beside(files.path, TUNE_ENDING)
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:

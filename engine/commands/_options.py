@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import click
 
-from ..config import RuntimeConfig
+from ..config import ARITHMETICS, EXPERT_LAYOUTS, RuntimeConfig
 from ._output import note, size
 
 
@@ -50,7 +50,7 @@ def runtime_options(command):
     )
     layout = click.option(
         "--expert-layout",
-        type=click.Choice(["auto", "fast", "compact"]),
+        type=click.Choice(EXPERT_LAYOUTS),
         default="auto",
         show_default=True,
         help="fast: re-code experts once; compact: in every call, less memory; auto: fast if it fits.",
@@ -60,7 +60,7 @@ def runtime_options(command):
     )
     arith = click.option(
         "--arith",
-        type=click.Choice(["canonical", "float"]),
+        type=click.Choice(ARITHMETICS),
         default="canonical",
         show_default=True,
         help="Activations that meet quantized weights: int8 per block, or float32 (exact products, slower).",

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from ..atomic_file import AtomicFile
 from ..errors import ConfigError, EngineError
 
 
@@ -52,6 +53,17 @@ def note(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
     except OSError:
         pass
+
+
+def write_file(option: str, path: str, text: str) -> int:
+    """Write `text` to the file an option names, complete or not at all; returns its bytes. Raises ConfigError."""
+    data = text.encode()
+    try:
+        with AtomicFile(path) as file:
+            file.handle.write(data)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
+    return len(data)
 
 
 def silence(stream) -> None:

@@ -6,9 +6,7 @@ from contextlib import contextmanager
 
 import click
 
-from ..atomic_file import AtomicFile
-from ..errors import ConfigError
-from ._output import note, size
+from ._output import note, size, write_file
 
 NAMES = ("profile", "profile_layers", "profile_json", "profile_html", "trace")
 
@@ -76,10 +74,5 @@ class Profiling:
 
     def _write(self, option: str, text: str) -> None:
         path = self._wanted[option]
-        data = text.encode()
-        try:
-            with AtomicFile(path) as file:
-                file.handle.write(data)
-        except OSError as error:
-            raise ConfigError(f"--{option.replace('_', '-')} {path}: {error.strerror or error}") from None
-        note(f"{option.replace('_', ' ')}: {path}, {size(len(data))}")
+        num_bytes = write_file(f"--{option.replace('_', '-')}", path, text)
+        note(f"{option.replace('_', ' ')}: {path}, {size(num_bytes)}")

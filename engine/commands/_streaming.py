@@ -4,16 +4,16 @@ from contextlib import contextmanager
 
 import click
 
-from ..config import CACHE_POLICIES, RuntimeConfig
+from ..config import CACHE_POLICIES, IO_MODES, LOOKAHEAD_MODES, RuntimeConfig
 from ._output import note, size
 
 _OPTIONS = (
     click.option("--ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
                  help="Memory this process may take (default: what it can have without swapping or being killed)."),
-    click.option("--io", type=click.Choice(["auto", "direct", "buffered", "mmap"]), default="auto", show_default=True,
+    click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True,
                  help="How experts that do not fit are read; auto tries direct reads on the model's own file."),
     click.option("--readers", type=click.IntRange(1, 64), metavar="N", help="Threads that read experts (default 4)."),
-    click.option("--lookahead", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
+    click.option("--lookahead", type=click.Choice(LOOKAHEAD_MODES), default="auto", show_default=True,
                  help="Read what the next layer will probably want while the disk is idle; auto: while that pays."),
     click.option("--lock", is_flag=True, help="Lock weights in memory; the limit is checked first."),
     click.option("--expert-slots", type=click.IntRange(min=1), metavar="N",

@@ -1,9 +1,9 @@
 """Settings that `millstream tune` found for this model on this machine, where an option is not given."""
 
-from pathlib import Path
-
 from click.core import ParameterSource
 
+from ..atomic_file import beside
+from ..config import TUNE_ENDING
 from ._output import note
 
 
@@ -11,8 +11,8 @@ def apply(click_context, runtime: dict, spec: str) -> str:
     """Fill in `runtime`; returns the value of --spec. Prints what is used, or why a file is not."""
     from ..runtime import SHIPPED_MODEL
 
-    path = Path(runtime["model"] or SHIPPED_MODEL).absolute()
-    if not path.with_name(path.name + ".tune.json").exists():
+    path = runtime["model"] or SHIPPED_MODEL
+    if not beside(path, TUNE_ENDING).exists():
         return spec
     from ..tune import load_settings
     from ..weights import open_model

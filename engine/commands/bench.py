@@ -7,10 +7,9 @@ import sys
 import click
 from click.core import ParameterSource
 
-from ..atomic_file import AtomicFile
 from ..errors import ConfigError
 from . import _options
-from ._output import note, read_text_file, write, write_json
+from ._output import note, read_text_file, write, write_file, write_json
 
 
 class Numbers(click.ParamType):
@@ -52,15 +51,10 @@ def _compare(paths, as_json: bool) -> int:
     return 1 if worse else 0
 
 
-def _save(path: str | None, text: str) -> None:
-    if path is None:
-        return
-    try:
-        with AtomicFile(path) as file:
-            file.handle.write(text.encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
-    note(f"written: {path}")
+def _save(option: str, path: str | None, text: str) -> None:
+    if path is not None:
+        write_file(option, path, text)
+        note(f"written: {path}")
 
 
 def _progress(done: int, total: int) -> None:
@@ -101,9 +95,9 @@ def bench(click_context, compare, as_json, **options):
     note(_options.describe(arms[0].engine))
     results = measuring.measure(arms, tests, options["repeat"], _progress)
     content = measuring.report(results, arms, shlex.join(["millstream", *sys.argv[1:]]))
-    _save(options["save"], json.dumps(content, indent=1) + "\n")
-    _save(options["csv_file"], measuring.as_csv(content))
-    _save(options["markdown"], measuring.as_markdown(content))
+    _save("--save", options["save"], json.dumps(content, indent=1) + "\n")
+    _save("--csv", options["csv_file"], measuring.as_csv(content))
+    _save("--markdown", options["markdown"], measuring.as_markdown(content))
     if as_json:
         write_json(content)
     else:

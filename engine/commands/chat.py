@@ -7,7 +7,7 @@ import click
 
 from ..errors import ConfigError, EngineError
 from . import _conversation, _options, _recoding, _sampling, _speculation, _streaming
-from ._output import decode_utf8, note, write
+from ._output import decode_utf8, note, write, write_file
 from .generate import describe_spec, describe_stats
 
 HELP = """\
@@ -160,13 +160,7 @@ def save(path: str, messages: list[dict]) -> None:
     """Write {"messages": [...]} as JSON, complete or not at all. Raises ConfigError."""
     import json
 
-    from ..atomic_file import AtomicFile
-
-    try:
-        with AtomicFile(path) as file:
-            file.handle.write((json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    write_file("/save", path, json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n")
 
 
 @click.command()

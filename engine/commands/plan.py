@@ -2,7 +2,7 @@
 
 import click
 
-from ..config import parse_spec
+from ..config import EXPERT_LAYOUTS, parse_spec
 from ..errors import ConfigError
 from . import _options
 from ._output import size, table, write, write_json
@@ -95,7 +95,7 @@ def _open(model: str | None, config: str | None, format_name: str | None):
 @click.option("--ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Memory of the process.")
 @click.option("--ctx", type=click.IntRange(min=1), metavar="N", help="Positions (default: the model's).")
 @click.option("--kv", type=click.Choice(["f16", "f32"]), default="f16", show_default=True, help="Keys and values.")
-@click.option("--expert-layout", type=click.Choice(["auto", "fast", "compact"]), default="auto", show_default=True,
+@click.option("--expert-layout", type=click.Choice(EXPERT_LAYOUTS), default="auto", show_default=True,
               help="Form of experts in memory.")  # fmt: skip
 @click.option("--expert-slots", type=click.IntRange(min=1), metavar="N", help="Experts in memory.")
 @click.option("--readers", type=click.IntRange(1, 64), metavar="N", help="Threads that read experts (default 4).")

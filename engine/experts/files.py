@@ -7,7 +7,6 @@ import os
 from ..errors import ExpertReadError
 from .places import ExpertPlaces
 
-IO_MODES = ("auto", "direct", "buffered", "mmap")
 _PROBE_BYTES = 1 << 20
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..atomic_file import AtomicFile
+from ..atomic_file import AtomicFile, beside
 from ..errors import ConfigError
 from .route_trace import MAGIC as TRACE_MAGIC
 from .route_trace import RecordedTrace, moe_blocks
@@ -37,8 +37,7 @@ def model_fingerprint(files) -> str:
 
 def history_path(files) -> Path:
     """Beside the model: a snapshot `dir` has `dir.usage.json`, `file.gguf` has `file.gguf.usage.json`."""
-    path = Path(files.path).absolute()
-    return path.with_name(path.name + ".usage.json")
+    return beside(files.path, ".usage.json")
 
 
 class Usage:

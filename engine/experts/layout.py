@@ -6,7 +6,6 @@ from ..errors import ConfigError
 from ..kernels import Context
 from ..weights.architectures import EXPERT_PARTS, expert_matrix_name
 
-CHOICES = ("auto", "fast", "compact")
 ROLES = ("gate_up", "down")
 ROWS_ARE_STRIPS = ("f32", "f16", "bf16")  # used where they lie, whatever is chosen
 
@@ -26,7 +25,7 @@ class ExpertLayout:
 
 
 def choose_expert_layout(wanted: str, files, context: Context, available_bytes: int) -> ExpertLayout:
-    """wanted: one of CHOICES. available_bytes: memory that re-coded experts may take.
+    """wanted: one of config.EXPERT_LAYOUTS. available_bytes: memory that re-coded experts may take.
 
     Raises ConfigError for compact where nothing in the file can be kept compact.
     """

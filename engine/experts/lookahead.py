@@ -14,7 +14,6 @@ import numpy as np
 from ..kernels import check, ffi, lib
 from ..layers import Buffer
 
-LOOKAHEAD_MODES = ("auto", "on", "off")
 MAX_ROWS = 8  # rows of a decode step; a longer call is a prompt, which reads nearly everything anyway
 STRETCH = 12  # decode steps of one arm of the comparison
 STRETCHES = 4  # two of each arm
