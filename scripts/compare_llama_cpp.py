@@ -72,11 +72,11 @@ class Millstream:
 
 
 class NativeClock:
-    """While it is entered, every native call of the modules of the forward pass is timed under its name."""
+    """While it is entered, every native call is timed under its name."""
 
     def __init__(self, config):
         self.seconds: dict[str, float] = {}
-        self._config, self._patched = config, []
+        self._config = config
 
     def _name(self, name: str, args) -> str:
         if name != "moe_linear":
@@ -85,13 +85,7 @@ class NativeClock:
         heads = {self._config.vocab_size: "head", getattr(self._config, "num_experts", -1): "router linear"}
         return "linear qkv" if count > 1 else heads.get(rows, "linear out")
 
-    def __getattr__(self, name: str):
-        from engine.kernels import lib
-
-        function = getattr(lib, name)
-        if not name.startswith("moe_"):
-            return function
-
+    def _timed(self, name: str, function):
         def timed(*args):
             started = time.perf_counter()
             result = function(*args)
@@ -100,21 +94,18 @@ class NativeClock:
             self.seconds[key] = self.seconds.get(key, 0.0) + spent
             return result
 
-        self.__dict__[name] = timed
-        return timed
+        return timed if name.startswith("moe_") else function
 
     def __enter__(self):
         from engine.kernels import lib
 
-        for name, module in list(sys.modules.items()):
-            if name.startswith("engine.") and name != "engine.kernels" and getattr(module, "lib", None) is lib:
-                self._patched.append((module, lib))
-                module.lib = self
+        lib.observe(self._timed)
         return self
 
     def __exit__(self, *_):
-        for module, lib in self._patched:
-            module.lib = lib
+        from engine.kernels import lib
+
+        lib.stop_observing()
 
 
 class LlamaCpp:
