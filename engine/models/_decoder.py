@@ -97,20 +97,6 @@ def expert_fields(read: ConfigReader, num_experts: str = "num_experts") -> dict:
     return {"num_experts": experts, "num_experts_per_tok": top}
 
 
-def dense_layers(num_layers: int, sparse_step: int, mlp_only: tuple[int, ...]) -> frozenset[int]:
-    """Layers without experts: those listed, and all but every sparse_step-th."""
-    return frozenset(n for n in range(num_layers) if n in mlp_only or (n + 1) % sparse_step)
-
-
-def refuse_sliding_window(read: ConfigReader) -> None:
-    """Refuse the keys by which Qwen models switch a window on; no released model does."""
-    read.only("use_sliding_window", False)
-    read.only("use_mrope", False)
-    layer_types = read.strings("layer_types", [])
-    if any(kind != "full_attention" for kind in layer_types):
-        raise ConfigError("config.json: layer_types other than full_attention are not supported")
-
-
 # Our tensor name -> name in a Hugging Face checkpoint; {n} layer. Which of them a model has, `shapes` says.
 TENSORS = {
     "embed_tokens": "model.embed_tokens.weight",

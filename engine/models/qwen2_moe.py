@@ -6,45 +6,29 @@ Source: transformers `Qwen2MoeForCausalLM` (modeling_qwen2_moe.py). Some layers 
 from dataclasses import dataclass
 
 from ..config import ConfigReader
-from ..kernels import lib
-from ..moe import Router
 from . import _decoder as decoder
 from . import _gguf as gguf
+from . import _qwen as qwen
 
-# Sizes of windows that use_sliding_window switches off.
-HARMLESS = decoder.HARMLESS | {"sliding_window", "max_window_layers"}
+HARMLESS = qwen.HARMLESS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(decoder.DecoderConfig):
+class Config(qwen.SparseConfig):
     """config.json of a Qwen2-MoE model, checked."""
 
-    intermediate_size: int  # of dense layers
-    moe_intermediate_size: int
     shared_expert_intermediate_size: int
-    norm_topk_prob: bool
     qkv_bias: bool
-    decoder_sparse_step: int
-    mlp_only_layers: tuple[int, ...]
-
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        return decoder.dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod
     def from_dict(cls, config: dict) -> "Config":
         read = ConfigReader(config)
-        decoder.refuse_sliding_window(read)
+        qwen.refuse_sliding_window(read)
         result = cls(
             **decoder.decoder_fields(read, theta=10000.0, eps=1e-6, head_dim=False),
-            **decoder.expert_fields(read),
-            intermediate_size=read.integer("intermediate_size"),
-            moe_intermediate_size=read.integer("moe_intermediate_size"),
+            **qwen.sparse_fields(read),
             shared_expert_intermediate_size=read.integer("shared_expert_intermediate_size"),
-            norm_topk_prob=read.boolean("norm_topk_prob", False),
             qkv_bias=read.boolean("qkv_bias", True),
-            decoder_sparse_step=read.integer("decoder_sparse_step", 1),
-            mlp_only_layers=tuple(read.integers("mlp_only_layers")),
         )
         read.finish(HARMLESS)
         return result
@@ -83,14 +67,11 @@ def config_from_gguf(keys) -> dict:
 
     Source: llama.cpp's converter and graph of "qwen2moe": every layer has experts, nothing is renormalised.
     """
-    width = keys.integer("feed_forward_length")
     return gguf.decoder_from_gguf(keys, 10000.0) | {
-        "intermediate_size": width,
-        "moe_intermediate_size": gguf.expert_width(keys),
-        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", width),
-        "num_experts": keys.integer("expert_count"),
-        "num_experts_per_tok": keys.integer("expert_used_count"),
-        "norm_topk_prob": keys.boolean("expert_weights_norm", False),
+        **qwen.sparse_from_gguf(keys, False),
+        "shared_expert_intermediate_size": keys.integer(
+            "expert_shared_feed_forward_length", keys.integer("feed_forward_length")
+        ),
         "qkv_bias": "blk.0.attn_q.bias" in keys.tensors,
     }
 
@@ -104,16 +85,10 @@ class Model(decoder.Decoder):
         return decoder.Attention(self.config, n, weights, self.buffers, bias=self.config.qkv_bias)
 
     def make_mlp(self, n: int, weights):
-        c, prefix = self.config, f"layers.{n}.mlp"
-        if n in c.dense_layers:
-            return decoder.DenseMLP(prefix, c.intermediate_size, c.hidden_size, weights, self.buffers)
-        shared = decoder.SharedExpert(
-            f"{prefix}.shared_expert",
-            c.shared_expert_intermediate_size,
-            c.hidden_size,
-            weights,
-            self.buffers,
-            gated=True,
-        )
-        router = Router(lib.MOE_SOFTMAX_THEN_TOPK, c.norm_topk_prob)
-        return decoder.MoeMLP(c, n, c.moe_intermediate_size, weights, self.buffers, router, shared=shared)
+        c = self.config
+
+        def shared():
+            prefix, width = f"layers.{n}.mlp.shared_expert", c.shared_expert_intermediate_size
+            return decoder.SharedExpert(prefix, width, c.hidden_size, weights, self.buffers, gated=True)
+
+        return qwen.make_mlp(c, n, weights, self.buffers, shared)

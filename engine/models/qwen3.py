@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..config import ConfigReader
 from . import _decoder as decoder
 from . import _gguf as gguf
+from . import _qwen as qwen
 
-# Sizes of windows that use_sliding_window switches off.
-HARMLESS = decoder.HARMLESS | {"sliding_window", "max_window_layers"}
+HARMLESS = qwen.HARMLESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Config(decoder.DecoderConfig):
     @classmethod
     def from_dict(cls, config: dict) -> "Config":
         read = ConfigReader(config)
-        decoder.refuse_sliding_window(read)
+        qwen.refuse_sliding_window(read)
         result = cls(
             **decoder.decoder_fields(read, theta=10000.0, eps=1e-6),
             intermediate_size=read.integer("intermediate_size"),

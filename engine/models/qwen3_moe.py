@@ -7,44 +7,28 @@ models set norm_topk_prob. Some layers may have a dense MLP instead of experts.
 from dataclasses import dataclass
 
 from ..config import ConfigReader
-from ..kernels import lib
-from ..moe import Router
 from . import _decoder as decoder
 from . import _gguf as gguf
+from . import _qwen as qwen
 
-# Sizes of windows that use_sliding_window switches off.
-HARMLESS = decoder.HARMLESS | {"sliding_window", "max_window_layers"}
+HARMLESS = qwen.HARMLESS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(decoder.DecoderConfig):
+class Config(qwen.SparseConfig):
     """config.json of a Qwen3-MoE model, checked."""
 
-    intermediate_size: int  # of dense layers
-    moe_intermediate_size: int
-    norm_topk_prob: bool
     attention_bias: bool  # of q, k, v and o
-    decoder_sparse_step: int
-    mlp_only_layers: tuple[int, ...]
-
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        return decoder.dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod
     def from_dict(cls, config: dict) -> "Config":
         read = ConfigReader(config)
-        decoder.refuse_sliding_window(read)
+        qwen.refuse_sliding_window(read)
         experts = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
         result = cls(
             **decoder.decoder_fields(read, theta=10000.0, eps=1e-6),
-            **decoder.expert_fields(read, experts),
-            intermediate_size=read.integer("intermediate_size"),
-            moe_intermediate_size=read.integer("moe_intermediate_size"),
-            norm_topk_prob=read.boolean("norm_topk_prob", False),
+            **qwen.sparse_fields(read, experts),
             attention_bias=read.boolean("attention_bias", False),
-            decoder_sparse_step=read.integer("decoder_sparse_step", 1),
-            mlp_only_layers=tuple(read.integers("mlp_only_layers")),
         )
         read.only("num_local_experts", result.num_experts)
         read.finish(HARMLESS)
@@ -80,13 +64,8 @@ def config_from_gguf(keys) -> dict:
 
     Source: llama.cpp's converter and graph of "qwen3moe": every layer has experts, top-k is always renormalised.
     """
-    width = keys.integer("feed_forward_length")
     return gguf.decoder_from_gguf(keys, 10000.0) | {
-        "intermediate_size": width,
-        "moe_intermediate_size": gguf.expert_width(keys),
-        "num_experts": keys.integer("expert_count"),
-        "num_experts_per_tok": keys.integer("expert_used_count"),
-        "norm_topk_prob": keys.boolean("expert_weights_norm", True),
+        **qwen.sparse_from_gguf(keys, True),
         "attention_bias": "blk.0.attn_q.bias" in keys.tensors,
     }
 
@@ -101,8 +80,4 @@ class Model(decoder.Decoder):
         return decoder.Attention(self.config, n, weights, self.buffers, qk_norm="head", bias=bias, output_bias=bias)
 
     def make_mlp(self, n: int, weights):
-        c = self.config
-        if n in c.dense_layers:
-            return decoder.DenseMLP(f"layers.{n}.mlp", c.intermediate_size, c.hidden_size, weights, self.buffers)
-        router = Router(lib.MOE_SOFTMAX_THEN_TOPK, c.norm_topk_prob)
-        return decoder.MoeMLP(c, n, c.moe_intermediate_size, weights, self.buffers, router)
+        return qwen.make_mlp(self.config, n, weights, self.buffers)
