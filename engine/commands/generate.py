@@ -1,6 +1,5 @@
 """`millstream generate`: continue a prompt, text to stdout as it comes, figures to stderr."""
 
-import dataclasses
 import sys
 
 import click
@@ -87,7 +86,7 @@ def report(loaded, prompt: str, generation, text: str, finish_reason: str, sourc
         "sampling": _sampling.settings(generation.sampling),
         "sampling_sources": sources,
         "stats": {
-            **dataclasses.asdict(stats),
+            **vars(stats),
             **rates,
             "spec": stats.spec and stats.spec.report(),
             "streamer": _streaming.stats(loaded),

@@ -28,6 +28,7 @@ class FixedPolicy:
 
     name = "fixed"
     reason = "as asked"
+    switches = ()
 
     def __init__(self, rows: int):
         self._rows = rows

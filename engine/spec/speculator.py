@@ -22,12 +22,12 @@ class SourceStats:
 class SpecStats:
     """What speculation did. Index of the lists: position in the window (acceptance) or number of rows (windows, ms)."""
 
+    policy: object  # FixedPolicy or AutoPolicy
     draft_s: float = 0.0
     windows: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
     window_ms: list[float] = field(default_factory=lambda: [0.0] * (MAX_ROWS + 1))
     window_experts: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
     expert_bytes: int = 0  # of one expert, as kernels read it
-    policy: object = None
     offered_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     sources: dict[str, SourceStats] = field(default_factory=dict)
@@ -64,11 +64,11 @@ class SpecStats:
         ms_per_round, tokens_per_round = total_ms / rounds, self.tokens / rounds
         gain = tokens_per_round * plain_ms / ms_per_round if plain_ms and ms_per_round else None
         return {
-            "policy": getattr(self.policy, "name", None),
-            "reason": getattr(self.policy, "reason", None),  # of the last choice
+            "policy": self.policy.name,
+            "reason": self.policy.reason,  # of the last choice
             "switches": [
                 {"round": n, "from_rows": before, "to_rows": after, "why": why}
-                for n, before, after, why in getattr(self.policy, "switches", ())
+                for n, before, after, why in self.policy.switches
             ],
             "rounds": self.rounds,
             "ms_per_round": ms_per_round,
@@ -103,7 +103,7 @@ class Speculator:
     """One generation's sources (the first whose offer the policy takes is used) and policy."""
 
     def __init__(self, sources: list[DraftSource], policy):
-        self.sources, self.policy, self.stats = sources, policy, SpecStats(policy=policy)
+        self.sources, self.policy, self.stats = sources, policy, SpecStats(policy)
         self._experts_used = 0
 
     def start(self, experts_used: int) -> None:
