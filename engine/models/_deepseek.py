@@ -159,11 +159,16 @@ def latent_from_gguf(keys) -> dict:
     keys.integer("attention.head_count_kv", None)
     mla = keys.integer("attention.key_length_mla", None), keys.integer("attention.value_length_mla", None)
     if mla[0] is not None and (key, value) != (rank + rotated, rank):
-        raise ConfigError(f"{keys.where}: key_length {key}, value_length {value} do not fit kv_lora_rank {rank}")
+        raise ConfigError(
+            f"{keys.where}: key_length {key}, value_length {value} do not fit kv_lora_rank {rank} and "
+            f"rope.dimension_count {rotated}"
+        )
     key, value = (mla[0] or key), (mla[1] or value)
     extra = keys.integer("nextn_predict_layers", 0)  # counted in block_count
     scaling = gguf.rope_scaling_from_gguf(keys)
     multiplier = keys.number("rope.scaling.yarn_log_multiplier", None)  # 0.1 * mscale_all_dim
+    for scale in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):  # mscale decides here
+        gguf.only_value(keys, scale, 1.0)
     if scaling and multiplier:
         mscale = round(multiplier * 10, 6)
         scaling["rope_scaling"] |= {"mscale": mscale, "mscale_all_dim": mscale}

@@ -1,6 +1,9 @@
 """Parts of `config_from_gguf` that families share: keys that mean the same in every architecture."""
 
+import math
+
 from ..errors import ConfigError
+from ..rope import yarn_mscale
 
 # Our tensor name -> where it lies (weights/slices.py), alike in all architectures; of several the file has one.
 GGUF_TENSORS = {
@@ -111,8 +114,30 @@ def rope_scaling_from_gguf(keys) -> dict:
     if original is not None:
         scaling["original_max_position_embeddings"] = original
     optional = {
-        "attention_factor": keys.number("rope.scaling.attn_factor", None),
+        "attention_factor": _attention_factor(keys, factor),
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", None),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", None),
     }
     return {"rope_scaling": {**scaling, **{name: value for name, value in optional.items() if value is not None}}}
+
+
+def _attention_factor(keys, factor: float) -> float | None:
+    """Factor of cos and sin where the file changes YaRN's usual one; None where it does not.
+
+    attn_factor multiplies the usual one (llama.cpp). yarn_attn_factor is written by its converter and read by nobody
+    for these architectures, so only a value that changes nothing is sure to mean what the model was trained with.
+    """
+    usual = yarn_mscale(factor)
+    only_value(keys, "rope.scaling.yarn_ext_factor", 1.0)
+    only_value(keys, "rope.scaling.yarn_attn_factor", usual)
+    times = keys.number("rope.scaling.attn_factor", None)
+    return None if times in (None, 1) else usual * times
+
+
+def only_value(keys, key: str, value: float) -> None:
+    """Refuse the key by name where it is there and has another value."""
+    found = keys.number(key, None)
+    if found is not None and not math.isclose(found, value, rel_tol=1e-6):
+        raise ConfigError(
+            f"{keys.where}: metadata key {keys.architecture}.{key} = {found} is not supported (only {value:g})"
+        )

@@ -6,6 +6,7 @@ Source: transformers `GraniteMoeForCausalLM` (modeling_granitemoe.py).
 from dataclasses import dataclass
 
 from ..config import ConfigReader
+from ..errors import ConfigError
 from ..kernels import lib
 from ..moe import Router
 from ..weights.views import View
@@ -78,6 +79,8 @@ def config_from_gguf(keys) -> dict:
         "residual_multiplier": keys.number("residual_scale", 1.0) or 1.0,
         "logits_scaling": keys.number("logit_scale") or 1.0,
     }
+    if not keys.boolean("rope.scaling.finetuned", True):  # how the converter of Granite says "no rotation"
+        raise ConfigError(f"{keys.where}: granitemoe.rope.scaling.finetuned = false: a model without rotary positions")
     config = gguf.decoder_from_gguf(keys, 10000.0)
     if multipliers["attention_multiplier"] is None:  # the graph's default
         multipliers["attention_multiplier"] = (config["hidden_size"] // config["num_attention_heads"]) ** -0.5
@@ -86,8 +89,7 @@ def config_from_gguf(keys) -> dict:
         | multipliers
         | {
             "rope_interleave": True,
-            "intermediate_size": keys.integer("expert_feed_forward_length", None)
-            or keys.integer("feed_forward_length"),
+            "intermediate_size": keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length")),
             "num_local_experts": keys.integer("expert_count"),
             "num_experts_per_tok": keys.integer("expert_used_count"),
             "attention_bias": "blk.0.attn_q.bias" in keys.tensors,

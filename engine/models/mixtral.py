@@ -74,7 +74,7 @@ def config_from_gguf(keys) -> dict:
     """
     return gguf.decoder_from_gguf(keys, 10000.0) | {
         "rope_interleave": True,
-        "intermediate_size": keys.integer("expert_feed_forward_length", None) or keys.integer("feed_forward_length"),
+        "intermediate_size": keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length")),
         "num_local_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
     }
