@@ -1,11 +1,13 @@
 """Speed and memory of millstream and llama.cpp on one GGUF file, in turns.
 
-    python scripts/compare_llama_cpp.py MODEL.gguf [--threads 2] [--isa avx2] [--rounds 5] [--peer-python PATH]
+    python scripts/compare_llama_cpp.py MODEL.gguf [--threads 2] [--isa avx2] [--rounds 5] [--peer-python PATH] \\
+        [--out FILE.json]
 
 Both engines hold the model in a process of their own and work one at a time, the order rotating from round to round,
 after a round that does not count: prefill of --prompt tokens, then greedy decode of --tokens. Printed are medians with
 their spread, peak memory, seconds from start to the first token, where millstream's decode step spends its time, and
-whether the tokens are equal. llama-cpp-python comes from the optional extra "peers", or from --peer-python.
+whether the tokens are equal; before that the command, the versions and the machine, so that a result can be made again.
+llama-cpp-python comes from the optional extra "peers", or from --peer-python.
 """
 
 import json
@@ -15,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from run_facts import facts_text, run_facts, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,7 +61,8 @@ class Millstream:
     def facts(self) -> dict:
         recoder = self.loader.recoder
         recoded = {"recoded_bytes": recoder.done_bytes, "recode_s": recoder.seconds} if recoder else {}
-        return {"tier": self.context.tier, "peak_rss_bytes": peak_rss(), **recoded}
+        size = self.model.config.vocab_size
+        return {"tier": self.context.tier, "peak_rss_bytes": peak_rss(), "vocab_size": size, **recoded}
 
     def phases(self, token: int, position: int, steps: int) -> dict[str, float]:
         """Milliseconds of a decode step by native call; "python" is what is left, the clock's own calls included."""
@@ -147,8 +152,9 @@ class LlamaCpp:
         return self._decode([token])
 
     def facts(self) -> dict:
-        text = self.lib.llama_print_system_info().decode()
-        return {"tier": "avx512" if "AVX512 = 1" in text else "avx2", "peak_rss_bytes": peak_rss()}
+        text = " ".join(self.lib.llama_print_system_info().decode().split())
+        tier = "avx512" if "AVX512 = 1" in text else "avx2"
+        return {"tier": tier, "peak_rss_bytes": peak_rss(), "version": self.lib.__version__, "features": text}
 
 
 def work(options: dict) -> None:
@@ -187,6 +193,7 @@ class Worker:
 
     def __init__(self, python: str, **options):
         command = [python, str(Path(__file__).resolve()), "--worker", json.dumps(options)]
+        self.options = options
         self.name, self._log = options["engine"], tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
@@ -238,10 +245,11 @@ def equal_tokens(a: list[int], b: list[int]) -> int:
 def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int, layout: str, peer: str, repack: bool):
     import random
 
-    source = random.Random(1)
-    ids = [source.randrange(4, 4000) for _ in range(prompt)]
+    facts = run_facts()  # before the machine is busy with this
     shared = {"path": str(path), "threads": threads, "positions": prompt + tokens + 32}
     workers = [Worker(sys.executable, engine="millstream", isa=isa, layout=layout, **shared)]
+    source = random.Random(1)
+    ids = [source.randrange(4, min(4000, workers[0].started["vocab_size"])) for _ in range(prompt)]
     try:
         workers.append(Worker(peer, engine="llama.cpp", repack=repack, **shared))
     except SystemExit as error:
@@ -262,17 +270,22 @@ def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int
     for worker in workers:
         worker.close()
     result = {"file": path.name, "file_bytes": path.stat().st_size, "threads": threads, "rounds": rounds,
-              "prompt": prompt, "tokens": tokens, "phases_ms": phases,
+              "prompt": prompt, "tokens": tokens, "expert_layout": layout, "phases_ms": phases,
               "equal_tokens": equal_tokens(last["millstream"], last["llama.cpp"])}  # fmt: skip
     for worker in workers:
         result[worker.name] = {**worker.started, **summary(found[worker.name], prompt)}
+    result["llama.cpp"]["repacked"] = workers[1].options["repack"]
+    result["facts"] = facts | {"llama-cpp-python": result["llama.cpp"]["version"]}
     for key in ("prefill_tok_s", "decode_tok_s"):
         result[f"{key}_ratio"] = result["millstream"][key]["median"] / result["llama.cpp"][key]["median"]
     return result
 
 
 def as_text(r: dict) -> str:
-    lines = [f"{r['file']}: {r['file_bytes'] / 1e9:.2f} GB, {r['threads']} threads, {r['rounds']} rounds"]
+    lines = [facts_text(r["facts"])]
+    lines += [f"{r['file']}: {r['file_bytes'] / 1e9:.2f} GB, {r['threads']} threads, {r['rounds']} rounds"]
+    repacked = "weights re-packed" if r["llama.cpp"]["repacked"] else "weights as in the file"
+    remark = {"millstream": f", experts {r['expert_layout']}", "llama.cpp": f", {repacked}"}
     for name in ("millstream", "llama.cpp"):
         e = r[name]
         speeds = ", ".join(
@@ -280,7 +293,8 @@ def as_text(r: dict) -> str:
             for what, key in ((f"prefill {r['prompt']}", "prefill_tok_s"), (f"decode {r['tokens']}", "decode_tok_s"))
         )
         lines.append(
-            f"{name} ({e['tier']}): {speeds}; peak RSS {e['peak_rss_bytes'] / r['file_bytes']:.2f} x file; "
+            f"{name} ({e['tier']}{remark[name]}): {speeds}; "
+            f"peak RSS {e['peak_rss_bytes'] / r['file_bytes']:.2f} x file; "
             f"load {e['load_s']:.2f} s, first token after {e['first_token_s']:.2f} s"
         )
     lines.append(f"ratio: prefill {r['prefill_tok_s_ratio']:.2f}, decode {r['decode_tok_s_ratio']:.2f}")
@@ -304,12 +318,15 @@ def main() -> None:
     parser.add_argument("--expert-layout", choices=["fast", "compact"], default="fast")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--no-repack", action="store_true", help="llama.cpp uses the weights as the file has them")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="JSON in place of text")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the JSON here too")
     o = parser.parse_args()
     r = compare(
         o.model, o.threads, o.isa, o.rounds, o.prompt, o.tokens, o.expert_layout, o.peer_python, not o.no_repack
     )
     print(json.dumps(r, indent=1) if o.json else as_text(r))
+    if o.out:
+        write_json(o.out, r)
 
 
 if __name__ == "__main__":

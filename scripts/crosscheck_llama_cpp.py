@@ -1,28 +1,35 @@
 """Compare millstream with llama.cpp on small random GGUF files of every family that both run.
 
-A case is a checkpoint with random weights, turned into GGUF by llama.cpp's own converter and requantized by its own
+A case is a checkpoint with random weights, turned into GGUF by llama.cpp's own converter and quantized by its own
 quantizer, so names, permutations, fused experts and split tensors are exactly those of published files. Both engines
-then read that file. llama.cpp decodes greedily; millstream is fed the same tokens, once as a block and once token by
-token. Reported per file: the difference of the logits over the largest logit, and at how many positions both pick the
-same token. float32 weights: the difference is the largest one, and must be rounding. Quantized weights: both engines
-round activations to 8 bits, by different rules, which now and then sends a token to another expert; so the figure is
-the median over the positions, both engines are compared with the float32 run of the dequantized file, and millstream
-must not be further from it than llama.cpp is.
+read that file. llama.cpp decodes greedily; millstream is fed the same tokens, once in blocks and once one by one.
+
+What must hold, per file:
+
+- float32: the same token at every greedy position, and logits within 2e-4 of the largest logit. Both compute the same
+  sums in another order.
+- quantized: both engines round activations to 8 bits, by different rules (scales in float16 or float32, over 32 or 256
+  values), so neither is exact and their logits differ by more than rounding; a router may even send a token to other
+  experts. Each is compared with the exact run of that file: its weights dequantized to float32 and run by millstream.
+  millstream's distance must be at most 1.25 times llama.cpp's. A distance is the median over the positions of the
+  largest logit difference. The factor was chosen after the first results were seen; it guards against getting worse.
+- always: millstream's logits of the blocks are bit for bit those of single tokens.
 
 Three interpreters may be needed, since the packages are large: this one (extras of the tests), one with torch and
 transformers (extra `oracle`), one with llama-cpp-python (extra `peers`). The converter is in the source archive:
 
     pip download --no-binary :all: --no-deps --no-build-isolation llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
     python scripts/crosscheck_llama_cpp.py --converter llama_cpp_python-*/vendor/llama.cpp \\
-        [--oracle-python PYTHON] [--peer-python PYTHON] [--json OUT] [CASE ...]
+        [--oracle-python PYTHON] [--peer-python PYTHON] [--out FILE.json] [--markdown] [CASE ...]
+
+Exit code 1 when something that must hold does not.
 """
 
 import argparse
-import json
-import math
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -30,204 +37,64 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-NUM_GREEDY, CONTEXT, SEED = 64, 256, 7
-FORMATS = {"f32": None, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers of whole-file formats
+from crosscheck_cases import DEVIATIONS, UNSUPPORTED, VARIANTS, Case, cases  # noqa: E402
+from crosscheck_peer import NUM_GREEDY, context_of, exact_of, path_of  # noqa: E402
+from run_facts import facts_text, run_facts, write_json  # noqa: E402
+
 MAX_ERROR = 2e-4  # float32: another order of additions
-# Quantized: distance to the float32 run, ours over llama.cpp's (its scales of activations are float16).
-MAX_RATIO = 1.25
-# Rows of 128, so that every format and every kernel of llama.cpp fits.
-SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
-SIZES["shared_expert_intermediate_size"] = 128
-LATENT_SIZES = {
-    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
-}  # fmt: skip
+MAX_RATIO = 1.25  # quantized: distance to the exact run, ours over llama.cpp's
 
 
-def cases() -> dict[str, dict]:
-    """Case -> config: the golden configurations, wide enough for every format."""
-    import family_models
-    import latent_and_sink_models
-    import tiny_models
-
-    olmoe = {key: value for key, value in tiny_models.hf_config("mha_base").items() if key != "torch_dtype"}
-    found = {"olmoe": olmoe}
-    found |= {name: dict(config) for name, config in family_models.CONFIGS.items()}
-    found |= {name: dict(config) for name, config in latent_and_sink_models.CONFIGS.items() if "mxfp4" not in name}
-    for name, reason in UNSUPPORTED.items():
-        assert name in found, (name, reason)
-        del found[name]
-    for name, (changes, _) in DEVIATIONS.items():
-        found[name].update(changes)
-    for config in found.values():
-        config.update({key: size for key, size in SIZES.items() if key in config})
-        config.update({key: size for key, size in LATENT_SIZES.items() if config.get(key)})
-        if config["model_type"] == "deepseek_v2" and not config["q_lora_rank"]:
-            config["num_hidden_layers"] = 27  # llama.cpp knows the variant without q_a by that number
-        if config["model_type"] == "deepseek_v3":
-            config["scoring_func"] = "sigmoid"  # the converter reads a key that transformers leaves out
-        config["vocab_size"] = tiny_models.TOKENIZER_SIZE
-    return found
-
-
-# Configurations that llama.cpp's graph of the architecture does not compute.
-UNSUPPORTED = {
-    "qwen2_moe_mixed": "layers without experts, renormalised top-k",
-    "qwen3_moe_plain": "layers without experts, top-k that is not renormalised",
-    "mixtral_window": "the converter records no sliding window",
-    "mistral": "the converter records no sliding window",
-}
-# What a case leaves out because the two differ there on purpose, and why.
-DEVIATIONS = {
-    "gpt_oss": (
-        # A theta for which the borders of the ramp are 0 and (just below) 5, rounded or not.
-        {"swiglu_limit": 7.0, "rope_parameters": {
-            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 200, "beta_fast": 32.0,
-            "beta_slow": 1.0, "rope_theta": math.exp(8 * math.log(200 / (2 * math.pi)) / 5 * (1 + 1e-6)),
-            "truncate": False,
-        }},
-        "files record neither swiglu_limit (llama.cpp: 7) nor that the YaRN ramp has unrounded borders (it rounds)",
-    ),
-    "deepseek_v2": (
-        {"n_group": 1, "topk_group": 1}, "llama.cpp judges groups by their two best experts; DeepSeek-V2 by the best",
-    ),
-}  # fmt: skip
-
-
-# ---- in the interpreter with torch: checkpoint and conversion ----
-
-
-def convert(names: list[str], folder: Path, converter: str) -> None:
-    """Write folder/NAME.gguf with float32 weights."""
-    sys.path[:0] = [converter, f"{converter}/gguf-py"]
-    import gguf
-    import latent_and_sink_models as models
-    import torch
-    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
-    from conversion.base import TextModel
-    from make_family_golden import stored_form
-
-    # Its list of known tokenizers has no made-up one; ids are compared here, not texts.
-    TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    for name in names:
-        config, shapes = stored_form(cases()[name])
-        checkpoint = models.write_hf_dir(folder / f"{name}-hf", config, models.make_weights(shapes, SEED))
-        with torch.inference_mode():
-            hparams = ModelBase.load_hparams(checkpoint, False)
-            kind = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
-            kind.set_vocab = TextModel._set_vocab_gpt2
-            try:
-                kind(checkpoint, gguf.LlamaFileType.ALL_F32, folder / f"{name}.gguf").write()
-            except Exception as error:  # whatever it is: the result of this case
-                (folder / f"{name}.error").write_text(f"converter: {type(error).__name__}: {error}")
-
-
-# ---- in the interpreter with llama-cpp-python: quantized files, greedy tokens, logits ----
-
-
-def peer(case: str, kind: str, folder: Path) -> None:
-    """Write NAME-FORMAT.gguf and NAME-FORMAT.npz (tokens, logits of all positions)."""
-    import llama_cpp
-
-    source, path = folder / f"{case}.gguf", path_of(case, kind, folder)
-    if path != source:
-        requantize(llama_cpp, source, path, FORMATS[kind])
-        requantize(llama_cpp, path, exact_of(path), 0)
-    tokens, logits = run_peer(llama_cpp, path)
-    np.savez(folder / f"{case}-{kind}.npz", tokens=tokens, logits=logits)
-
-
-def requantize(llama_cpp, source: Path, target: Path, number: int) -> None:
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread, params.pure, params.allow_requantize = number, 1, True, True
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params):
-        raise SystemExit("llama.cpp's quantizer refused the file")
-
-
-def exact_of(path: Path) -> Path:
-    """The file with its weights dequantized to float32."""
-    return path.with_name(f"{path.stem}-exact.gguf")
-
-
-def path_of(case: str, kind: str, folder: Path) -> Path:
-    return folder / (f"{case}.gguf" if FORMATS[kind] is None else f"{case}-{kind}.gguf")
-
-
-def run_peer(llama_cpp, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [P + G] and logits [P + G, V]. Repacked weights are switched off: they are for speed, and builds use CPU
-    features for them that not every machine has."""
-    defaults = llama_cpp.llama_cpp.llama_model_default_params
-
-    def plain():
-        params = defaults()
-        params.use_extra_bufts = False
-        return params
-
-    llama_cpp.llama_cpp.llama_model_default_params = plain
-    model = llama_cpp.Llama(
-        str(path), n_ctx=CONTEXT, n_batch=CONTEXT, n_threads=1, n_threads_batch=1, logits_all=True, flash_attn=False,
-        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, swa_full=True, verbose=False,
-    )  # fmt: skip
-    tokens = prompt(model.n_vocab())
-    model.eval(tokens)
-    for _ in range(NUM_GREEDY):
-        tokens.append(int(np.argmax(model.scores[len(tokens) - 1])))
-        model.eval(tokens[-1:])
-    return np.array(tokens, np.int32), np.array(model.scores[: len(tokens)], np.float32)
-
-
-def prompt(vocab_size: int) -> list[int]:
-    return [int(i) for i in np.random.default_rng(SEED).integers(3, vocab_size - 1, 40)]
-
-
-# ---- here ----
-
-
-def check(name: str, kind: str, folder: Path, peer_python: str) -> dict:
-    """Result of one file."""
+def check(name: str, case: Case, kind: str, folder: Path, failure: str | None) -> dict:
+    """Result of one file. failure: what llama.cpp's process said, when it made no logits."""
     from engine.errors import EngineError
 
-    result = {"case": name, "format": kind, "ok": False}
-    if (folder / f"{name}.error").is_file():
-        return result | {"error": (folder / f"{name}.error").read_text().splitlines()[0]}
-    failure = stage(peer_python, folder, "--stage", "peer", "--converter", "-", name, kind)
-    if failure:
+    result = {"case": name, "family": case.family, "format": kind, "ok": False}
+    logits_file = folder / f"{name}.{kind}.npz"
+    if not logits_file.is_file():
         return result | {"error": f"llama.cpp: {failure}"}
-    path = path_of(name, kind, folder)
-    with np.load(folder / f"{name}-{kind}.npz") as file:
+    path = path_of(folder, name, kind)
+    with np.load(logits_file) as file:
         tokens, peer_logits = file["tokens"], file["logits"]
     try:
-        ours, stepwise = run_ours(path, tokens)
-        exact = ours if kind == "f32" else run_ours(exact_of(path), tokens)[0]
+        ours, stepwise, formats = run_ours(path, tokens, case.prompt)
+        exact = run_ours(exact_of(path), tokens, case.prompt)[0] if exact_of(path).is_file() else ours
     except EngineError as error:
         return result | {"error": f"millstream: {error}"}
-    start = len(tokens) - NUM_GREEDY - 1
-    picks = (ours.argmax(axis=1) == peer_logits.argmax(axis=1))[start:-1]
+    picks = (ours.argmax(axis=1) == peer_logits.argmax(axis=1))[case.prompt - 1 : -1]
     result |= {
-        "tokens": NUM_GREEDY,
-        "equal_tokens": int(picks.sum()),
-        "block_equals_steps": np.array_equal(ours, stepwise),
-    }
-    if kind == "f32":
-        error = float(distances(ours, peer_logits).max())
-        fits = error <= MAX_ERROR and bool(picks.all())
-        return result | {"difference": error, "bound": MAX_ERROR, "ok": fits and result["block_equals_steps"]}
-    error, peer_error = (float(np.median(distances(x, exact))) for x in (ours, peer_logits))
-    bound = MAX_RATIO * peer_error
-    return result | {
-        "difference": float(np.median(distances(ours, peer_logits))), "error": None, "error_to_exact": error,
-        "peer_error_to_exact": peer_error, "bound": bound, "ok": error <= bound and result["block_equals_steps"],
+        "tensors": formats, "prompt": case.prompt, "tokens": NUM_GREEDY, "equal_tokens": int(picks.sum()),
+        "blocks_equal_steps": np.array_equal(ours, stepwise),
+    }  # fmt: skip
+    return result | judge(ours, peer_logits, exact, kind, result)
+
+
+def judge(ours: np.ndarray, peer: np.ndarray, exact: np.ndarray, kind: str, result: dict) -> dict:
+    """Distances and the verdict. Written so that a logit that is no number fails."""
+    if kind == "f32" and set(result["tensors"]) <= {"f32"}:
+        error = float(distances(ours, peer).max())
+        fits = error <= MAX_ERROR and result["equal_tokens"] == result["tokens"]
+        return {"difference": error, "bound": MAX_ERROR, "ok": fits and result["blocks_equal_steps"]}
+    error, peer_error = (float(np.median(distances(x, exact))) for x in (ours, peer))
+    return {
+        "difference": float(np.median(distances(ours, peer))), "error_to_exact": error,
+        "peer_error_to_exact": peer_error, "bound": MAX_RATIO * peer_error,
+        "ok": error <= MAX_RATIO * peer_error and result["blocks_equal_steps"],
     }  # fmt: skip
 
 
-def run_ours(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [T, V] of the tokens as one block, and one by one."""
+def run_ours(path: Path, tokens: np.ndarray, prompt: int) -> tuple[np.ndarray, np.ndarray, dict]:
+    """Logits [T, V] of the tokens in blocks, and one by one; format -> number of matrices."""
     import engine
 
-    loaded = engine.load(path, kv="f32", ctx=CONTEXT, threads=1)
-    block = loaded.model.forward(tokens, loaded.new_kv(), 0, logits="all").copy()
-    kv = loaded.new_kv()
-    steps = [loaded.model.forward(tokens[i : i + 1], kv, i).copy() for i in range(len(tokens))]
-    return block, np.concatenate(steps)
+    loaded = engine.load(path, kv="f32", ctx=context_of(prompt), threads=1)
+
+    def run(size: int) -> np.ndarray:
+        kv, starts = loaded.new_kv(), range(0, len(tokens), size)
+        return np.concatenate([loaded.model.forward(tokens[i : i + size], kv, i, logits="all").copy() for i in starts])
+
+    formats = Counter(r.format for r in loaded.files.tensors.values() if len(r.shape) > 1 and r.role != "router")
+    return run(loaded.model.max_tokens), run(1), dict(formats)
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -235,31 +102,81 @@ def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.abs(a.astype(np.float64) - b).max(axis=1) / np.abs(b).max()
 
 
-def report(results: list[dict]) -> None:
-    print(f"{'case':18} {'format':6} {'difference':>10} {'equal tokens':>12} {'to exact':>9} {'llama.cpp':>9}  result")
-    for r in results:
-        if r.get("error"):
-            print(f"{r['case']:18} {r['format']:6} {'':43}  FAILED: {r['error'][:200]}")
-            continue
-        tokens, exact = f"{r['equal_tokens']}/{r['tokens']}", ""
-        if "error_to_exact" in r:
-            exact = f"{r['error_to_exact']:9.1e} {r['peer_error_to_exact']:9.1e}"
-        verdict = "ok" if r["ok"] else "FAILED"
-        print(f"{r['case']:18} {r['format']:6} {r['difference']:10.1e} {tokens:>12} {exact:19}  {verdict}")
-    for name, reason in UNSUPPORTED.items():
-        print(f"{name:18} not in llama.cpp: {reason}")
-    for name, (_, reason) in DEVIATIONS.items():
-        print(f"{name:18} differs: {reason}")
+def run_case(name: str, case: Case, folder: Path, args) -> list[dict]:
+    """Results of all formats of a case; its files are removed unless --folder keeps them."""
+    script = Path(__file__).with_name
+    failure = stage(args.oracle_python, script("crosscheck_convert.py"), args.converter, folder, name)
+    if (folder / f"{name}.error").is_file():
+        failure = (folder / f"{name}.error").read_text().splitlines()[0]
+    peer = (args.peer_python, script("crosscheck_peer.py"), folder, name, case.prompt)
+    failures = dict.fromkeys(case.formats, failure)
+    if failure is None:
+        stage(*peer, *case.formats)
+        for kind in case.formats:  # after a crash: one by one
+            if not (folder / f"{name}.{kind}.npz").is_file():
+                failures[kind] = stage(*peer, kind)
+    results = [check(name, case, kind, folder, failures[kind]) for kind in case.formats]
+    for path in folder.glob(f"{name}[.-]*") if args.folder is None else ():
+        path.unlink()
+    return results
 
 
-def stage(python: str, folder: Path, *arguments: str) -> str | None:
-    """Run a part of this script in another interpreter, and in a process of its own, since it may crash. Returns the
-    last line of what it said when it failed."""
-    done = subprocess.run([python, __file__, *arguments, "--folder", str(folder)], capture_output=True, text=True)
+def stage(python: str, *arguments) -> str | None:
+    """Run a part in another interpreter; returns the last line of what it said when it failed."""
+    done = subprocess.run([python, *map(str, arguments)], capture_output=True, text=True)
     if not done.returncode:
         return None
     lines = done.stderr.strip().splitlines()
     return f"exit code {done.returncode}" + (f", {lines[-1]}" if lines else "")
+
+
+def peer_version(python: str) -> str:
+    done = subprocess.run(
+        [python, "-c", "import llama_cpp; print(llama_cpp.__version__)"], capture_output=True, text=True
+    )
+    return done.stdout.strip() or "not installed"
+
+
+# ---- report ----
+
+
+def row(r: dict) -> list[str]:
+    """Cells: case, format, equal tokens, difference, distances to the exact run, ratio and bound, verdict."""
+    if "error" in r:
+        return [r["case"], r["format"], "", "", "", "", "", f"FAILED: {r['error'][:200]}"]
+    cells = [r["case"], r["format"], f"{r['equal_tokens']}/{r['tokens']}", f"{r['difference']:.1e}"]
+    if "error_to_exact" in r:
+        ratio = r["error_to_exact"] / (r["peer_error_to_exact"] or float("nan"))
+        cells += [f"{r['error_to_exact']:.1e}", f"{r['peer_error_to_exact']:.1e}", f"{ratio:.2f} (<= {MAX_RATIO})"]
+    else:
+        cells += ["", "", f"<= {r['bound']:.0e}"]
+    return [*cells, "ok" if r["ok"] else "FAILED" if r["blocks_equal_steps"] else "FAILED: blocks differ from steps"]
+
+
+HEAD = ["case", "format", "equal tokens", "difference", "ours to exact", "llama.cpp's", "bound", "result"]
+
+
+def report(results: list[dict]) -> None:
+    rows = [HEAD, *map(row, results)]
+    widths = [max(len(r[i]) for r in rows) for i in range(len(HEAD) - 1)]
+    for cells in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, [*widths, 0], strict=True)))
+    print(f"\n{sum(r['ok'] for r in results)} of {len(results)} files ok")
+    for name, reason in UNSUPPORTED.items():
+        print(f"{name}: not in llama.cpp: {reason}")
+    for name, d in DEVIATIONS.items():
+        print(f"{name}: {d['rule']} Truth: {d['truth']}. Compared: {d['compared']}.")
+
+
+def families_without_check(results: list[dict]) -> list[str]:
+    """Families of the engine that no case here proves: unproven for GGUF."""
+    from engine.models import family, known
+
+    def file_of(name: str) -> str:
+        return family(name).__name__.rsplit(".", 1)[-1]
+
+    proven = {file_of(r["family"]) for r in results if r["ok"] and r["format"] == "f32"}
+    return sorted({file_of(name) for name in known()} - proven)
 
 
 def main() -> int:
@@ -268,41 +185,29 @@ def main() -> int:
     parser.add_argument("--converter", required=True, help="vendor/llama.cpp of llama-cpp-python's source archive")
     parser.add_argument("--oracle-python", default=sys.executable, help="interpreter with torch and transformers")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with llama-cpp-python")
-    parser.add_argument("--json", help="write the results here")
+    parser.add_argument("--out", metavar="FILE.json", help="write the results here")
     parser.add_argument("--folder", help="keep the files here")
-    parser.add_argument("--stage", choices=("convert", "peer"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.stage == "convert":
-        sys.path.insert(0, str(Path(__file__).parent))
-        convert(args.names, Path(args.folder), args.converter)
-        return 0
-    if args.stage == "peer":
-        peer(*args.names, Path(args.folder))
-        return 0
-    names = args.names or list(cases())
+    known, facts = cases(), run_facts() | {"llama-cpp-python": peer_version(args.peer_python)}
+    names = args.names or list(known)
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown cases {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    results = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(args.folder or made)
         folder.mkdir(parents=True, exist_ok=True)
-        failure = stage(args.oracle_python, folder, "--stage", "convert", "--converter", args.converter, *names)
-        if failure:
-            raise SystemExit(f"conversion: {failure}")
-        results = []
-        for name in names:
-            results += [check(name, kind, folder, args.peer_python) for kind in FORMATS]
-            print(f"{name}: done", file=sys.stderr, flush=True)
+        for i, name in enumerate(names):
+            results += run_case(name, known[name], folder, args)
+            bad = sum(not r["ok"] for r in results)
+            print(f"{i + 1}/{len(names)} {name}: done, {bad} files failed so far", file=sys.stderr, flush=True)
+    print(facts_text(facts))
     report(results)
-    if args.json:
-        Path(args.json).write_text(
-            json.dumps(
-                {
-                    "results": results,
-                    "unsupported": UNSUPPORTED,
-                    "deviations": {n: why for n, (_, why) in DEVIATIONS.items()},
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+    missing = families_without_check(results)
+    print(f"families without a passing float32 case (unproven for GGUF): {', '.join(missing) or 'none'}")
+    if args.out:
+        content = {"facts": facts, "results": results, "unproven_families": missing, "unsupported": UNSUPPORTED,
+                   "deviations": DEVIATIONS, "variants": list(VARIANTS)}  # fmt: skip
+        write_json(args.out, content)
     return 0 if all(r["ok"] for r in results) else 1
 
 
