@@ -606,7 +606,8 @@ int moe_streamer_reset(struct moe_streamer *s, int64_t *keys, int timeout_ms) {
 }
 
 void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats) {
-    pthread_mutex_lock(&s->lock);
+    int owned = s->owner == getpid(); /* after a fork the lock may be held by a thread that is gone */
+    if (owned) pthread_mutex_lock(&s->lock);
     *stats = s->stats;
     stats->free_slots = stats->used_slots = 0;
     for (int i = 0; i < s->num_slots; i++) {
@@ -614,7 +615,7 @@ void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats) 
         stats->used_slots += s->slots[i].uses > 0;
     }
     stats->unfinished = s->wanted_left;
-    pthread_mutex_unlock(&s->lock);
+    if (owned) pthread_mutex_unlock(&s->lock);
 }
 
 int moe_lock_memory(const void *data, size_t nbytes) { return mlock(data, nbytes) ? errno : 0; }

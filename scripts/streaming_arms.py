@@ -2,9 +2,10 @@
 
     python streaming_arms.py millstream '{"model": ..., "ids": [...], ...}'
 
-Both engines are fed the same ids one at a time, so that routing and work are the same and no sampling is timed. After
-`warm_up_s` seconds or `warm_up_tokens` the measured part begins; it ends after `seconds` or with the ids. Bytes read
-are those of /proc/self/io: what the block layer fetched for this process, by reads and by page faults.
+Both engines are fed the same ids one at a time, so that routing and work are the same and no sampling is timed. The
+first `warm_up_tokens` are not measured, the next `tokens` are. Seconds may cut both short: `warm_up_s`, `seconds`; then
+the result says how far it came. Bytes read are those of /proc/self/io: what the block layer fetched for this process,
+by reads and by page faults.
 """
 
 import json
@@ -22,29 +23,38 @@ def bytes_read() -> int:
     raise OSError("/proc/self/io: no read_bytes")
 
 
-def measure(step, ids: list[int], job: dict, counters=dict) -> dict:
-    """step(id, position) runs one token. Returns seconds per token and what was counted in the measured part."""
-    position, started = 0, time.perf_counter()
-    while position < min(job["warm_up_tokens"], len(ids) - 1) and time.perf_counter() - started < job["warm_up_s"]:
-        step(ids[position], position)
-        position += 1
-    warm_up = {"tokens": position, "seconds": time.perf_counter() - started}
+def _run_tokens(step, first: int, last: int, seconds: float) -> list[float]:
+    """step(position) for positions first .. last - 1, while there is time, once at least. Returns seconds per token."""
+    taken, started = [], time.perf_counter()
+    for position in range(first, last):
+        now = time.perf_counter()
+        if taken and now - started >= seconds:
+            break
+        step(position)
+        taken.append(time.perf_counter() - now)
+    return taken
+
+
+def measure(step, job: dict, counters=dict) -> dict:
+    """step(position) runs one token. Returns seconds per token and what was counted in the measured part."""
+    first = len(_run_tokens(step, 0, job["warm_up_tokens"], job["warm_up_s"]))
+    warm_up_ended, cpu_before = time.perf_counter(), time.process_time()
     before, read_before = counters(), bytes_read()
-    begin, seconds = time.perf_counter(), []
-    while position < len(ids) and (not seconds or time.perf_counter() - begin < job["seconds"]):
-        token_start = time.perf_counter()
-        step(ids[position], position)
-        seconds.append(time.perf_counter() - token_start)
-        position += 1
-    elapsed, after = time.perf_counter() - begin, counters()
-    ordered = sorted(seconds)
+    seconds = _run_tokens(step, first, first + job["tokens"], job["seconds"])
+    elapsed, after = time.perf_counter() - warm_up_ended, counters()
+    ordered, count = sorted(seconds), len(seconds)
     return {
-        "warm_up": warm_up,
-        "tokens": len(seconds),
+        "warm_up_tokens": first,
+        "warm_up_asked": job["warm_up_tokens"],
+        "tokens": count,
+        "asked": job["tokens"],
         "seconds": elapsed,
-        "tok_s": len(seconds) / elapsed,
-        "token_s": {"p50": ordered[len(ordered) // 2], "p95": ordered[int(len(ordered) * 0.95)], "max": ordered[-1]},
-        "read_bytes_per_token": (bytes_read() - read_before) / len(seconds),
+        "cap_s": job["seconds"],
+        "tok_s": count / elapsed,
+        "cpu_ms": 1000 * (time.process_time() - cpu_before) / count,
+        "each_ms": [round(1000 * s, 3) for s in seconds],
+        "token_s": {"p50": ordered[count // 2], "p95": ordered[int(count * 0.95)], "max": ordered[-1]},
+        "read_bytes_per_token": (bytes_read() - read_before) / count,
         "counted": {key: after[key] - before[key] for key in after},
     }
 
@@ -61,13 +71,10 @@ def run_millstream(job: dict) -> dict:
     stream = getattr(loaded, "stream", None)
     names = ("hits", "misses", "bytes", "reads", "service_s", "wait_s", "busy_s", "recode_s")
 
-    def step(_, position):
-        loaded.model.forward(ids[position : position + 1], kv, position)
-
     def counters():
         return {} if stream is None else {name: stream.stats()[name] for name in names}
 
-    result = measure(step, job["ids"], job, counters)
+    result = measure(lambda at: loaded.model.forward(ids[at : at + 1], kv, at), job, counters)
     plan = {} if stream is None else {k: v for k, v in stream.stats().items() if k not in names}
     return {**result, "load_s": load_s, "isa": loaded.context.tier, "stream": plan}
 
@@ -89,8 +96,8 @@ def run_llama(job: dict) -> dict:
     settings = {"n_threads": job["threads"], "n_threads_batch": job["threads"], "n_ctx": job["ctx"], "n_batch": 32}
     model = llama_cpp.Llama(job["model"], use_mmap=True, use_mlock=False, verbose=False, **settings)
     load_s = time.perf_counter() - started
-    result = measure(lambda token, _: model.eval([token]), job["ids"], job)
-    return {**result, "load_s": load_s, "version": llama_cpp.__version__}
+    result = measure(lambda at: model.eval([job["ids"][at]]), job)
+    return {**result, "load_s": load_s, "isa": "its own choice", "version": llama_cpp.__version__}
 
 
 if __name__ == "__main__":

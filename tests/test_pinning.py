@@ -143,6 +143,25 @@ def test_a_broken_history_is_an_error_by_name(model, tmp_path, content):
         engine.load(model, expert_slots=8, pin=str(path))
 
 
+def test_a_pin_file_is_checked_when_nothing_streams(model, tmp_path):
+    path, usage = recorded(model, tmp_path)
+    assert engine.load(model, pin=str(path)).stream is None
+    for name, content in (("broken.json", b"{}"), ("foreign.json", None)):
+        if content is None:
+            Usage("0" * 64, usage.uses, 5).save(tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name}: (is no usage history|recorded with another model)"):
+            engine.load(model, pin=str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"--pin .*none: no such file"):
+        engine.load(model, pin=str(tmp_path / "none"))
+    done = run("generate", "x", "-m", model, "-n", "1", "--pin", path)
+    assert done.returncode == 0 and "nothing is streamed, so --pin changes nothing" in done.stderr
+    Usage("0" * 64, usage.uses, 5).save(model.with_name("model.usage.json"))
+    with pytest.raises(ConfigError, match="another model"):
+        engine.load(model, pin="auto")
+
+
 def test_a_newer_history_and_a_missing_one_are_named(model, tmp_path):
     path = tmp_path / "new.json"
     path.write_text('{"magic": "millstream-usage", "version": 9}')

@@ -450,5 +450,6 @@ def test_model_without_experts_runs_whatever_is_asked_of_the_streamer(tmp_path, 
     convert(tmp_path / "hf", tmp_path / "out", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
     loaded = engine.load(tmp_path / "out", io=io, ram=1.0, lock=True)
     assert loaded.stream is None and loaded.locked_bytes > 0
-    with pytest.raises(ConfigError, match="no routed experts"):
-        engine.load(tmp_path / "out", expert_slots=4)
+    for options in ({"expert_slots": 4}, {"pin": "any.json"}):
+        with pytest.raises(ConfigError, match="no routed experts"):
+            engine.load(tmp_path / "out", **options)

@@ -53,8 +53,10 @@ class ExpertCache:
         sizes = (num_slots, places.slot_bytes, places.staging_bytes, readers, CHUNK_BYTES)
         handle = lib.moe_streamer_create(places.table, places.num_keys, *sizes, error)
         if not handle:
+            files.close()
             raise ExpertReadError(f"expert cache of {num_slots} x {places.slot_bytes} bytes: {text(error[0])}")
         mappings = [ffi.NULL if mapping is None else ffi.from_buffer(mapping) for _, _, mapping in files.sources]
+        self._owner = os.getpid()
         self.handle = ffi.gc(handle, _destroyer(files, places.table, mappings))
         for (direct, buffered, _), address in zip(files.sources, mappings, strict=True):
             check(lib.moe_streamer_add_file(self.handle, direct, buffered, address), "expert file")
@@ -212,6 +214,11 @@ class ExpertCache:
 
     def begin_call(self) -> None:
         """Before anything of a layer call; what the last one left behind, if it was interrupted, is put in order."""
+        if os.getpid() != self._owner:
+            raise ExpertReadError(
+                "experts cannot be streamed in a forked process: the threads that read them stayed in its parent; load "
+                "the model in the process that uses it"
+            )
         if self._in_call:
             self._recover()
         self._in_call = True

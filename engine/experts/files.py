@@ -26,6 +26,14 @@ class ExpertFiles:
         self.mode = "direct" if wanted == "auto" else wanted
         self.paths = [places.files.path_of(name) for name in places.file_names]
         self._open: list[int] = []
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_all(self) -> None:
+        places = self.places
         buffered = [self._descriptor(path, 0) for path in self.paths]
         for descriptor in buffered:
             # The kernel's read-ahead (megabytes on some disks) would fetch experts that nobody asked for.

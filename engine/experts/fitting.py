@@ -1,6 +1,7 @@
 """A model whose experts fit: its file is read in by several threads at load, instead of page fault by page fault while
 the first tokens wait, and can be locked in memory."""
 
+import errno
 import os
 import queue
 import threading
@@ -15,6 +16,7 @@ from ..memory_lock import lock_array, lock_matrices
 from .cache import DEFAULT_READERS
 from .layout import ROLES
 from .lazy import LazyExperts
+from .pinning import check_pin_file
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 BLOCK_BYTES = 4 << 20
@@ -93,6 +95,15 @@ def read_in(files, readers: int, progress: Progress | None) -> int:
         return _read_blocks(files, descriptors, blocks, readers, progress, total)
 
 
+def _read_all(descriptor: int, block: memoryview, offset: int) -> None:
+    """Fill the block, however short the reads are. Raises OSError, also where the file ends early."""
+    while block:
+        got = os.preadv(descriptor, [block], offset)
+        if not got:
+            raise OSError(errno.ENODATA, "the file ended early")
+        block, offset = block[got:], offset + got
+
+
 def _read_blocks(files, descriptors, blocks, readers: int, progress, total: int) -> int:
     work, done = queue.SimpleQueue(), queue.SimpleQueue()
     for block in blocks:
@@ -106,11 +117,11 @@ def _read_blocks(files, descriptors, blocks, readers: int, progress, total: int)
             except queue.Empty:
                 return
             try:
-                os.preadv(descriptors[file], [memoryview(buffer)[:nbytes]], offset)
+                _read_all(descriptors[file], memoryview(buffer)[:nbytes], offset)
                 done.put(nbytes)
             except OSError as error:
                 path = files.path_of(file)
-                done.put(ExpertReadError(f"{path}: read at {offset}: {error.strerror}; check the disk"))
+                done.put(ExpertReadError(f"{path}: read at {offset}: {error.strerror}; check the disk and the file"))
 
     for _ in range(readers):
         threading.Thread(target=reader, daemon=True).start()
@@ -132,6 +143,8 @@ def load_fitting(engine, progress: Progress | None) -> tuple[int, int]:
     """Read a model that fits, unless mapped reading was asked for, and lock it if that was. Returns (bytes read, bytes
     locked). Raises ExpertReadError, ConfigError."""
     options = engine.options
+    if options.pin is not None:
+        check_pin_file(engine.files, engine.model, options.pin)
     read = 0 if options.io == "mmap" else read_in(engine.files, options.readers or DEFAULT_READERS, progress)
     return read, lock_everything(engine.model) if options.lock else 0
 

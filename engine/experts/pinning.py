@@ -21,6 +21,16 @@ def _usage(source: str, files, shape: tuple[int, int]) -> tuple[Path, Usage | No
     return path, usage
 
 
+def check_pin_file(files, model, source: str) -> None:
+    """For a model that fits, which pins nothing: what is named must be right all the same, so that the day it is needed
+    holds no surprise. Raises ConfigError as pin_experts does."""
+    blocks = moe_blocks(model)
+    if blocks:
+        _usage(source, files, (len(blocks), blocks[0].num_experts))
+    elif source != AUTO:
+        raise ConfigError(f"--pin: {files.path} has no routed experts; leave the option out")
+
+
 def pin_experts(stream, model, source: str) -> str:
     """Pin the most used experts in an open ExpertStream; returns the line to print.
 

@@ -1,6 +1,7 @@
 /* Expert streamer under the thread sanitizer: experts stamped with their number in a file, read through a streamer whose
- * reads sleep, fall short and fail, for 1000 steps that use, evict, guess, promote and drop. Every word of every expert is
- * checked before its slot is released; afterwards every slot must be free or resident.
+ * reads sleep, fall short and fail, for 1000 steps that use, evict, guess, promote and drop; one step in eight is given up
+ * in the middle and the streamer reset, as after Ctrl-C. Every word of every expert is checked before its slot is released,
+ * and of all that is resident after a reset; at the end every slot must be free or resident.
  *   ENGINE=1 MAIN=tests/native/stream_stress.c tests/native/build.sh OUT -g -O1 -fsanitize=thread -Wno-maybe-uninitialized
  *   OUT [steps] */
 #define _GNU_SOURCE
@@ -18,7 +19,7 @@ static struct moe_stream_expert experts[NUM_EXPERTS];
 static int slot_of[NUM_EXPERTS], key_of[NUM_SLOTS], coming[NUM_EXPERTS]; /* coming: asked for as a guess */
 static struct moe_streamer *s;
 static unsigned seed = 1;
-static long errors, guesses, promoted, dropped;
+static long errors, guesses, promoted, dropped, resets, resets_late;
 
 static uint32_t stamp(int key, int piece, int word) { return (uint32_t)(key * 3 + piece) << 16 ^ (uint32_t)word; }
 
@@ -131,6 +132,29 @@ static int finish_arrivals(int *left, int recode) {
     return bad;
 }
 
+/* What is known of slots, guesses and uses is gone: only the streamer can say what is where. */
+static int give_up(int recode) {
+    int64_t keys[NUM_SLOTS];
+    int status, bad = 0;
+    while ((status = moe_streamer_reset(s, keys, (int)(rand_r(&seed) % 3))) == MOE_IN_USE) resets_late++;
+    if (status) return fail("reset", status);
+    resets++;
+    for (int key = 0; key < NUM_EXPERTS; key++) slot_of[key] = -1, coming[key] = 0;
+    for (int slot = 0; slot < NUM_SLOTS; slot++) {
+        key_of[slot] = -1;
+        if (keys[slot] < 0) continue;
+        if (slot_of[keys[slot]] >= 0) return fail("resident twice", (int)keys[slot]);
+        published((int)keys[slot], slot);
+        bad |= check_expert((int)keys[slot], recode);
+    }
+    struct moe_stream_stats stats;
+    struct moe_stream_event event;
+    moe_streamer_stats(s, &stats);
+    if (stats.used_slots || stats.unfinished) bad = fail("in use after a reset", (int)stats.used_slots);
+    if (moe_streamer_next(s, &event, 1, 0) || moe_streamer_poll_speculative(s, &event, 1)) bad = fail("news after a reset", 0);
+    return bad;
+}
+
 static int step(int recode) {
     int wanted[PER_STEP], held[PER_STEP], num_held = 0, left = 0, bad = 0;
     for (int i = 0; i < PER_STEP; i++) wanted[i] = (rand_r(&seed) % (NUM_EXPERTS / PER_STEP)) * PER_STEP + i;
@@ -159,6 +183,8 @@ static int step(int recode) {
         left++;
     }
     if (rand_r(&seed) % 2) bad |= guess(wanted);
+    if (rand_r(&seed) % 4 == 0) dropped += moe_streamer_drop_speculative(s);
+    if (rand_r(&seed) % 8 == 0) return bad | give_up(recode);
     for (int i = 0; i < num_held; i++) {
         int32_t slot = slot_of[held[i]];
         bad |= check_expert(held[i], recode);
@@ -185,8 +211,8 @@ static int settled(void) {
     if (stats.used_slots || stats.unfinished || stats.free_slots + resident != NUM_SLOTS)
         return printf("%d free, %d resident, %d in use, %d unfinished\n", (int)stats.free_slots, resident, (int)stats.used_slots,
                       (int)stats.unfinished), 1;
-    printf("%d reads, %d retries, %d failures; %ld guesses, %ld promoted, %ld dropped\n", (int)stats.reads, (int)stats.retries,
-           (int)stats.failures, guesses, promoted, dropped);
+    printf("%d reads, %d retries, %d failures; %ld guesses, %ld promoted, %ld dropped; %ld resets, %ld times not at once\n",
+           (int)stats.reads, (int)stats.retries, (int)stats.failures, guesses, promoted, dropped, resets, resets_late);
     return 0;
 }
 
@@ -222,6 +248,7 @@ int main(int argc, char **argv) {
     long before = errors;
     bad = bad || run(path, 5, 0, 100, layout);
     bad |= errors == before; /* reads that always fail must say so */
+    bad |= !resets || !resets_late || !promoted || !dropped; /* else nothing of it was tried */
     unlink(path);
     moe_ctx_destroy(ctx);
     printf("%s\n", bad ? "FAILED" : "ok");
