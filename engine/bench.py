@@ -32,6 +32,10 @@ class Test:
     def name(self) -> str:
         return f"{self.kind} {self.tokens}" + (f" @ {self.depth}" if self.depth else "")
 
+    def ids(self, vocab_size: int) -> np.ndarray:
+        """int32 tokens of the prompt, or before those that are decoded."""
+        return fixed_ids(self.tokens if self.kind == "prefill" else max(self.depth, 1), vocab_size)
+
 
 @dataclass
 class Result:
@@ -82,6 +86,8 @@ def _value(kind: str, value: str, where: str):
 class EngineArm:
     """millstream with some options."""
 
+    note = None  # what a reader of the figures must know
+
     def __init__(self, name: str, model, options: dict, positions: int):
         from .runtime import load
 
@@ -89,7 +95,7 @@ class EngineArm:
         self.engine = load(model, **({"ctx": None} | options))
         self.positions = min(positions, self.engine.max_context)
         self.vocab_size = self.engine.model.config.vocab_size
-        self._session, self._depth = None, -1
+        self._session = None
 
     def describe(self) -> dict:
         context = self.engine.context
@@ -97,62 +103,45 @@ class EngineArm:
 
     def prefill(self, ids: np.ndarray) -> float:
         """Seconds for a prefill of ids [T] into an empty cache."""
-        return self._generate(ids, 1, None).stats.prefill_s
+        return _run(self._start(Test("prefill", len(ids)), ids)).stats.prefill_s
 
     def decode(self, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
         """Seconds for `tokens` greedy tokens behind ids, and the tokens. The context is computed once."""
-        from .session import Session
-
-        if self._depth != len(ids):
-            self._session, self._depth = Session(self.engine, self.positions), len(ids)
-        generation = self._generate(ids, tokens + 1, self._session)
+        generation = _run(self._start(Test("decode", tokens), ids))
         return generation.stats.decode_s, generation.token_ids
 
-    def _generate(self, ids, max_tokens, session):
-        generation = self.engine.generate(
-            ids, max_tokens=max_tokens, sampling=SamplingParams(), ignore_eos=True, session=session, spec=self.spec
-        )
-        for _ in generation.tokens():
-            pass
-        return generation
+    def profiled(self, test: Test, ids: np.ndarray, trace: bool) -> tuple:
+        """The same once more: (profiler, generation, seconds from the prompt's tokens on)."""
+        from .profile import Profiler
+
+        with Profiler(self.engine, trace=trace) as profiler:
+            generation = self._start(test, ids)
+            profiler.attach(generation)
+            started = time.perf_counter() - generation.stats.tokenize_s
+            _run(generation)
+            return profiler, generation, time.perf_counter() - started
+
+    def close(self) -> None:
+        """Nothing runs on."""
+
+    def _start(self, test: Test, ids):
+        """The generation of a test. All of them share one session: a plan has room for one."""
+        from .session import Session
+
+        if self._session is None:
+            self._session = Session(self.engine, self.positions)
+        if test.kind == "prefill":
+            self._session.clear()
+        return self.engine.generate(
+            ids, max_tokens=1 if test.kind == "prefill" else test.tokens + 1, sampling=SamplingParams(),
+            ignore_eos=True, session=self._session, spec=self.spec,
+        )  # fmt: skip
 
 
-class LlamaCppArm:
-    """llama.cpp on the same GGUF file, through llama-cpp-python (optional extra `peers`)."""
-
-    def __init__(self, name: str, model, threads: int, positions: int):
-        try:
-            import llama_cpp
-        except ImportError:
-            raise ConfigError("--against llama.cpp needs llama-cpp-python: pip install 'millstream[peers]'") from None
-        self.name, self._positions = name, positions
-        self._llama = llama_cpp.Llama(
-            str(model), n_ctx=positions, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
-        )
-        self.vocab_size = self._llama.n_vocab()
-
-    def describe(self) -> dict:
-        import llama_cpp
-
-        return {"llama_cpp_python": llama_cpp.__version__, "threads": self._llama.n_threads}
-
-    def _eval(self, ids) -> None:
-        self._llama.eval([int(t) for t in ids])
-
-    def prefill(self, ids: np.ndarray) -> float:
-        self._llama.reset()
-        started = time.perf_counter()
-        self._eval(ids)
-        return time.perf_counter() - started
-
-    def decode(self, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
-        self.prefill(ids)
-        found = [self._llama.sample(temp=0.0)]
-        started = time.perf_counter()
-        for _ in range(tokens):
-            self._eval(found[-1:])
-            found.append(self._llama.sample(temp=0.0))
-        return time.perf_counter() - started, found
+def _run(generation):
+    for _ in generation.tokens():
+        pass
+    return generation
 
 
 def fixed_ids(count: int, vocab_size: int) -> np.ndarray:
@@ -160,15 +149,20 @@ def fixed_ids(count: int, vocab_size: int) -> np.ndarray:
     return ((np.arange(count, dtype=np.int64) * 7919 + 1013) % max(vocab_size - 8, 1) + 4).astype(np.int32) % vocab_size
 
 
-def measure(arms: list, tests: list[Test], repeat: int, progress=lambda done, total: None) -> list[Result]:
-    """One Result per test and arm. Raises ConfigError when two arms of this engine decode different tokens."""
+def measure(
+    arms: list, tests: list[Test], repeat: int, progress=lambda done, total: None, afterwards=None
+) -> list[Result]:
+    """One Result per test and arm. Raises ConfigError when two arms of this engine decode different tokens.
+
+    afterwards: called with (test, arm, ids) when a test's rounds are done, for each arm.
+    """
     results = {(t.name, a.name): Result(t.name, a.name) for t in tests for a in arms}
     texts: dict[str, tuple[str, list[int]]] = {}
     total, done = len(tests) * len(arms) * (repeat + 1), 0
     for test in tests:
         for turn in range(repeat + 1):
             for arm in [*arms[turn % len(arms) :], *arms[: turn % len(arms)]]:
-                ids = fixed_ids(test.tokens if test.kind == "prefill" else max(test.depth, 1), arm.vocab_size)
+                ids = test.ids(arm.vocab_size)
                 if test.kind == "prefill":
                     seconds = arm.prefill(ids)
                 else:
@@ -180,6 +174,8 @@ def measure(arms: list, tests: list[Test], repeat: int, progress=lambda done, to
                     results[test.name, arm.name].samples.append(test.tokens / seconds)
                 done += 1
                 progress(done, total)
+        for arm in arms if afterwards else ():
+            afterwards(test, arm, test.ids(arm.vocab_size))
     return list(results.values())
 
 

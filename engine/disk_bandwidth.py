@@ -87,22 +87,23 @@ def _open(path: Path) -> tuple[int, str, str | None]:
     return os.open(path, flags), "buffered", note
 
 
-def _measure(descriptor: int, mode: str, size: int, request: int, depth: int, seconds: float) -> float:
-    """GB/s of reads at shuffled offsets by `depth` threads (a read releases the interpreter lock)."""
-    offsets = list(range(0, size - request + 1, request))
-    random.Random(request + depth).shuffle(offsets)
-    buffers = [mmap.mmap(-1, request) for _ in range(depth)]
+def _measure(descriptor: int, mode: str, requests: list[tuple[int, int]], depth: int, seconds: float) -> float:
+    """GB/s of reads of (offset, bytes) in shuffled order by `depth` threads (a read releases the interpreter lock)."""
+    requests = list(requests)
+    random.Random(len(requests) + depth).shuffle(requests)
+    largest = max(nbytes for _, nbytes in requests)
+    buffers = [mmap.mmap(-1, largest) for _ in range(depth)]
     done, errors = [0] * depth, []
     started = time.perf_counter()
 
     def read(worker: int) -> None:
-        turn = worker
+        turn, block = worker, memoryview(buffers[worker])
         try:
             while not turn >= depth or time.perf_counter() - started < seconds:
-                offset = offsets[turn % len(offsets)]
+                offset, nbytes = requests[turn % len(requests)]
                 if mode == "buffered":
-                    os.posix_fadvise(descriptor, offset, request, os.POSIX_FADV_DONTNEED)
-                done[worker] += os.preadv(descriptor, [buffers[worker]], offset)
+                    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+                done[worker] += os.preadv(descriptor, [block[:nbytes]], offset)
                 turn += depth
         except OSError as error:
             errors.append(error)
@@ -118,6 +119,27 @@ def _measure(descriptor: int, mode: str, size: int, request: int, depth: int, se
     return sum(done) / elapsed / 1e9
 
 
+def measure_ranges(
+    path: Path, ranges: list[tuple[int, int]], largest: int, depth: int, seconds: float
+) -> tuple[str, DiskSpeed]:
+    """(mode, speed) of reads of ranges (offset, bytes) of a file as the streamer does them: whole pages, in pieces of
+    about `largest` bytes, `depth` at a time. Raises OSError when a read fails."""
+    requests = []
+    for offset, nbytes in ranges:
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        while start < end:
+            length = end - start if end - start <= largest + largest // 4 else largest  # no small rest
+            requests.append((start, length))
+            start += length
+    descriptor, mode, _ = _open(path)
+    try:
+        speed = _measure(descriptor, mode, requests, depth, seconds)
+    finally:
+        os.close(descriptor)
+    return mode, DiskSpeed(max(nbytes for _, nbytes in requests), depth, speed)
+
+
 def measure_file(path: Path, sizes=REQUEST_BYTES, depths=DEPTHS, seconds: float = SECONDS_IN_ALL) -> DiskReport:
     """Read one file at every size and depth. Stops after about `seconds`. Raises OSError when a read fails."""
     descriptor, mode, note = _open(path)
@@ -130,7 +152,8 @@ def measure_file(path: Path, sizes=REQUEST_BYTES, depths=DEPTHS, seconds: float 
             if size < request or time.perf_counter() - started > seconds:
                 report.notes.append(f"{request >> 10} KiB x {depth} left out: the file or the time is too short")
                 continue
-            speed = _measure(descriptor, mode, size, request, depth, SECONDS_EACH)
+            requests = [(offset, request) for offset in range(0, size - request + 1, request)]
+            speed = _measure(descriptor, mode, requests, depth, SECONDS_EACH)
             report.speeds.append(DiskSpeed(request, depth, speed))
     finally:
         os.close(descriptor)

@@ -4,6 +4,7 @@ Reads /proc and /sys below a root directory that tests replace by a made-up tree
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -242,6 +243,13 @@ def cpu_flags(root: str | Path = "/") -> set[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def last_cache_bytes(root: str | Path = "/") -> int:
+    """Size of the largest cache of the first CPU, which others may share; 0 when the kernel does not say."""
+    sizes = [_read(path) or "" for path in Path(root, "sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if re.fullmatch(r"\d+[KM]", size)), default=0)
 
 
 def _stat_bytes(group: CgroupDir, *keys: str) -> int | None:

@@ -13,6 +13,7 @@ from .experts.cache import DEFAULT_READERS
 from .experts.history import Usage, history_path, model_fingerprint
 from .experts.places import ExpertPlaces
 from .experts.stream import plan_experts
+from .hardware import last_cache_bytes
 from .inspect import bytes_per_token, roles_of
 
 PREFILL_BLOCK = 512  # tokens of one forward call, as engine.runtime has it
@@ -168,15 +169,17 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         assumptions.append(
             f"the first use of an expert re-codes it once ({nbytes / recode / 1e9:.1f} s for all); speeds are without"
         )
-    # Distinct synthetic layers: at most a quarter of what is free, and no more than fills every cache.
-    pool = min(1 << 30, memory.make_budget(None).total_bytes // 4)
     speed = measure.model_speed(
         files, context, choice.layout.compact, prompt=prompt, max_tokens=min(PREFILL_BLOCK, choice.positions),
-        kv=options.kv, window=window, pool_bytes=pool,
+        kv=options.kv, window=window, pool_bytes=_pool_bytes(), mapped=plan is None,
     )  # fmt: skip
+    total = sum(group["memory_bytes"] for group in counted["roles"].values())
+    shared = (
+        "" if speed.own_bytes > 0.9 * total else f", parts share memory ({speed.own_bytes / total:.0%} is distinct)"
+    )
     assumptions.append(
-        f"speeds are those of the model's shapes and formats on random weights ({speed.distinct_layers} of "
-        f"{config.num_hidden_layers} layers with bytes of their own), on this machine as busy as it is now"
+        f"speeds are those of the model's shapes and formats on random weights{shared}, with experts drawn at random, "
+        "on this machine as busy as it is now"
     )
     per_token = counted["bytes_per_token"]
     figures = predict(
@@ -229,6 +232,13 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
     }  # fmt: skip
 
 
+def _pool_bytes() -> int:
+    """Memory for random weights: so much more than the last cache that steps find little of each other in it, at most
+    a quarter of what is free."""
+    wanted = max(1 << 30, 8 * last_cache_bytes())
+    return min(wanted, memory.make_budget(None).total_bytes // 4)
+
+
 def _verdict(streams: bool, figures: dict) -> str:
     how = "will stream at" if streams else "fits in memory:"
     speeds = f"{figures['decode_tok_s']:.3g} tok/s decode, {figures['prefill_tok_s']:.3g} tok/s prefill"
@@ -245,7 +255,8 @@ def _disk(files, places, options, given: float | None, measure, assumptions: lis
     first = places.file_names[0]
     pieces = [places.table[key].pieces[n] for key in places.keys for n in range(places.table[key].num_pieces)]
     ranges = [(piece.offset, piece.nbytes) for piece in pieces if piece.file == 0]
-    found = measure.disk_speed(files.path_of(first), ranges, readers)
-    if not found.direct:
-        assumptions.append("the file system refuses direct reads: the disk's figure may be that of the page cache")
-    return {**vars(found), "measured": True}
+    mode, found = measure.disk_speed(files.path_of(first), ranges, readers)
+    if mode == "buffered":
+        assumptions.append("the file system refuses direct reads: the page cache may have a part in the disk's figure")
+    figures = {"request_bytes": found.request_bytes, "depth": found.depth, "mode": mode}
+    return {"mb_s": found.gb_per_s * 1e3, "measured": True, **figures}

@@ -23,6 +23,7 @@ from .spec.draft_model import ModelSource, check_same_tokens
 from .tokenizer import Tokenizer
 from .weights import open_model
 from .weights.architectures import expert_ids
+from .weights.base import ModelFiles
 from .weights.loader import WeightLoader
 from .weights.stream_loader import StreamLoader
 
@@ -33,11 +34,11 @@ PREFILL_TOKENS = 512  # tokens of one forward call; the result does not depend o
 class Engine:
     """Model, tokenizer, context. Make one with `engine.load`."""
 
-    def __init__(self, path: str | Path, options: RuntimeConfig, progress: Progress | None = None):
+    def __init__(self, path: str | Path | ModelFiles, options: RuntimeConfig, progress: Progress | None = None):
         started = time.perf_counter()
         self.options = options
         self.lock = threading.Lock()  # one forward pass at a time: the activations are shared
-        self.files = open_model(path)
+        self.files = path if isinstance(path, ModelFiles) else open_model(path)
         model_module = family(self.files.architecture)
         self.max_context = self._context_length(options.ctx)
         self.tokenizer = Tokenizer.of_model(self.files, options.force_tokenizer)  # refuses before weights are read
@@ -140,8 +141,8 @@ class Engine:
         return [LookupSource() if name == "lookup" else ModelSource(self.draft, sampling, *sizes) for name in names]
 
 
-def load(path: str | Path | None = None, progress: Progress | None = None, **options) -> Engine:
-    """Open a model directory or file; without a path, the small model that ships with the package.
+def load(path: str | Path | ModelFiles | None = None, progress: Progress | None = None, **options) -> Engine:
+    """Open a model directory or file (or take opened files); without a path, the small model that ships.
 
     options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, arith, draft_model
     ...). Raises an EngineError subclass that says what to do.

@@ -42,12 +42,17 @@ class Outcome:
     gain: float = 1.0
 
 
+def streams(engine) -> bool:
+    """Are there fewer slots than experts? (A file that is not in the page cache is read into slots for all of them.)"""
+    return engine.stream is not None and engine.stream.plan.num_slots < engine.stream.plan.num_experts
+
+
 def candidates(engine) -> list[tuple[str, list]]:
     """(setting, values to try) in order; what only matters when experts are streamed is left out otherwise."""
     cpus = os.cpu_count() or 1
     threads = sorted({1, max(1, cpus // 2), cpus, engine.context.num_threads} - {engine.context.num_threads})
     found = [("threads", threads)]
-    if engine.stream is not None:
+    if streams(engine):
         found += [
             ("io", [mode for mode in ("direct", "buffered", "mmap") if mode != engine.stream.expert_files.mode]),
             ("readers", [2, 8, 16]),
@@ -70,36 +75,50 @@ class _PromptArm(EngineArm):
         return super().decode(self._prompt, tokens)
 
 
-def _compare(model, best: dict, changed: dict, ids, tokens: int, repeat: int) -> tuple[Result, Result]:
+def _compare(model, best: dict, changed: dict, ids, tokens: int, repeat: int, progress) -> tuple[Result, Result]:
     positions = len(ids) + tokens + 1
     arms = [_PromptArm(name, model, dict(o), positions, ids) for name, o in (("best", best), ("candidate", changed))]
-    before, after = measure(arms, [Test("decode", tokens, len(ids))], repeat)
+    before, after = measure(arms, [Test("decode", tokens, len(ids))], repeat, progress)
     return before, after
 
 
-def tune(model, engine, ids, tokens: int, repeat: int, base: dict, say=lambda trial: None) -> Outcome:
-    """Try every candidate. engine: the model loaded with `base` (options that stay, such as ram); ids: the prompt."""
-    outcome = Outcome()
-    for setting, values in candidates(engine):
-        for value in values:
-            best, changed = base | outcome.settings, base | outcome.settings | {setting: value}
-            try:
-                before, after = _compare(model, best, changed, ids, tokens, repeat)
-            except ConfigError as error:  # it cannot run like this, or decodes something else
-                trial = Trial(setting, value, 0.0, 0.0, False, str(error))
-            else:
-                faster = after.median >= MIN_GAIN * before.median
-                why = "faster" if faster else f"not {MIN_GAIN - 1:.0%} faster"
-                trial = Trial(setting, value, before.median, after.median, faster, why)
-            outcome.trials.append(trial)
-            say(trial)
-            if trial.kept:
-                outcome.settings[setting] = value
+def tune(model, choices: list[tuple[str, list]], ids, tokens: int, repeat: int, base: dict, say=lambda trial: None,
+         progress=lambda done, total, what: None) -> Outcome:  # fmt: skip
+    """Try every one of `choices` (see `candidates`) on the prompt `ids`. base: options that stay, such as ram.
+
+    say: called with each Trial. progress: with measurements done, how many there are, and what is tried.
+    """
+    outcome, trial_size = Outcome(), 2 * (repeat + 1)
+    trials = [(setting, value) for setting, values in choices for value in values]
+    total = (len(trials) + 1) * trial_size
+
+    def compare(number, best, changed, what):
+        def report(done, _total):
+            progress(number * trial_size + done, total, what)
+
+        report(0, total)
+        return _compare(model, best, changed, ids, tokens, repeat, report)
+
+    for number, (setting, value) in enumerate(trials):
+        best, changed = base | outcome.settings, base | outcome.settings | {setting: value}
+        try:
+            before, after = compare(number, best, changed, f"{setting} {value}")
+        except ConfigError as error:  # it cannot run like this, or decodes something else
+            trial = Trial(setting, value, 0.0, 0.0, False, str(error))
+        else:
+            faster = after.median >= MIN_GAIN * before.median
+            why = "faster" if faster else f"not {MIN_GAIN - 1:.0%} faster"
+            trial = Trial(setting, value, before.median, after.median, faster, why)
+        outcome.trials.append(trial)
+        say(trial)
+        if trial.kept:
+            outcome.settings[setting] = value
     if outcome.settings:
-        before, after = _compare(model, base, base | outcome.settings, ids, tokens, repeat)
+        before, after = compare(len(trials), base, base | outcome.settings, "the winner against the defaults")
         outcome.gain = after.median / before.median
         if outcome.gain < MIN_GAIN:  # what looked better one by one is not better together
             outcome.settings = {}
+    progress(total, total, "done")
     return outcome
 
 

@@ -62,7 +62,7 @@ class Millstream:
         recoder = self.loader.recoder
         recoded = {"recoded_bytes": recoder.done_bytes, "recode_s": recoder.seconds} if recoder else {}
         size = self.model.config.vocab_size
-        return {"tier": self.context.tier, "peak_rss_bytes": peak_rss(), "vocab_size": size, **recoded}
+        return {"tier": self.context.tier, "vocab_size": size, **recoded}
 
     def phases(self, token: int, position: int, steps: int) -> dict[str, float]:
         """Milliseconds of a decode step by native call; "python" is what is left, the clock's own calls included."""
@@ -113,48 +113,16 @@ class NativeClock:
         lib.stop_observing()
 
 
-class LlamaCpp:
-    """llama.cpp through llama-cpp-python's C calls. repack: its default, weights copied into buffers of its own."""
+def llama_cpp(path: str, threads: int, positions: int, repack: bool):
+    """The peer of `millstream bench --against`, in this process: it imports nothing of the package."""
+    sys.path.insert(0, str(ROOT / "engine" / "peers"))
+    from llama_cpp_worker import LlamaCpp
 
-    def __init__(self, path: str, threads: int, positions: int, repack: bool):
-        import ctypes
+    return LlamaCpp(path, threads, positions, repack)
 
-        import llama_cpp
-        import numpy as np
 
-        self.np, self.lib, self.ctypes = np, llama_cpp, ctypes
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = repack
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
-        if not self.model:
-            raise SystemExit(f"{path}: llama.cpp cannot load it")
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = positions, 512, 512
-        params.n_threads = params.n_threads_batch = threads
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-
-    def _decode(self, ids) -> int:
-        tokens = (self.lib.llama_token * len(ids))(*ids)
-        if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(tokens, len(ids))):
-            raise SystemExit("llama_decode failed")
-        logits = self.lib.llama_get_logits_ith(self.context, -1)
-        return int(self.np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
-
-    def prefill(self, ids: list[int]) -> int:
-        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
-        for start in range(0, len(ids), 512):
-            token = self._decode(ids[start : start + 512])
-        return token
-
-    def step(self, token: int, position: int) -> int:
-        return self._decode([token])
-
-    def facts(self) -> dict:
-        text = " ".join(self.lib.llama_print_system_info().decode().split())
-        tier = "avx512" if "AVX512 = 1" in text else "avx2"
-        return {"tier": tier, "peak_rss_bytes": peak_rss(), "version": self.lib.__version__, "features": text}
+def facts_of(engine) -> dict:
+    return {**engine.facts(), "peak_rss_bytes": peak_rss()}
 
 
 def work(options: dict) -> None:
@@ -164,10 +132,10 @@ def work(options: dict) -> None:
         names = ("path", "threads", "isa", "positions", "layout")
         engine = Millstream(*(options[name] for name in names))
     else:
-        engine = LlamaCpp(options["path"], options["threads"], options["positions"], options["repack"])
+        engine = llama_cpp(options["path"], options["threads"], options["positions"], options["repack"])
     loaded = time.perf_counter()
     engine.prefill([5])
-    reply = {"load_s": loaded - started, "first_token_s": time.perf_counter() - started, **engine.facts()}
+    reply = {"load_s": loaded - started, "first_token_s": time.perf_counter() - started, **facts_of(engine)}
     engine.prefill(list(range(5, 69)))  # where a build of llama.cpp whose repacked kernels are broken here falls over
     print(json.dumps(reply), flush=True)
     for line in sys.stdin:
@@ -184,7 +152,7 @@ def work(options: dict) -> None:
                 clock = time.perf_counter()
                 token = engine.step(token, len(ids) + i)
                 times.append(time.perf_counter() - clock)
-            reply = {"prefill_s": prefill_s, "decode_s": times, "ids": tokens, **engine.facts()}
+            reply = {"prefill_s": prefill_s, "decode_s": times, "ids": tokens, **facts_of(engine)}
         print(json.dumps(reply), flush=True)
 
 

@@ -1,13 +1,18 @@
 """`millstream bench`: arms do equal work in turns, results say what was measured, comparisons fail on a real drop."""
 
 import csv
+import importlib.util
 import json
+import os
+import sys
 
 import pytest
 from cli_program import run
+from gguf_models import write_gguf
 
 from engine import bench
 from engine.errors import ConfigError
+from engine.peers import llama_cpp_arm
 
 
 class FakeArm:
@@ -103,9 +108,98 @@ def test_command_line(tmp_path):
         (("--prefill", "0", "--decode", "0"), "nothing to measure"),
         (("--prefill", "100000"), "context holds"),
         (("--against", "llama.cpp"), "FILE.gguf"),
+        (("--peer-python", sys.executable), "without --against"),
         (("--compare", "/nowhere/a", "/nowhere/b"), "cannot be read"),
     ],
 )
 def test_refusals(options, text):
     done = run("bench", *options)
     assert done.returncode == 2 and "error: " in done.stderr and text in done.stderr and done.stdout == ""
+
+
+STEPS = ("load", "tokenize", "prefill", "embed", "attention", "router", "expert_gate_up", "quantize", "expert_down",
+         "read_wait", "head", "sample", "draft", "verify", "python", "other")  # fmt: skip
+
+
+def test_profiles_are_of_runs_that_do_not_count(tmp_path):
+    """One run per test and arm; the file's own phases are their sum, and add up."""
+    paths = {name: tmp_path / name for name in ("p.json", "p.html", "t.json")}
+    done = run(
+        "bench", "--prefill", "16", "--decode", "4", "--depth", "8", "--repeat", 2, "--arm", "", "--arm", "threads=1",
+        "--json", "--profile", "--profile-json", paths["p.json"], "--profile-html", paths["p.html"], "--trace",
+        paths["t.json"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(len(row["samples"]) == 2 for row in json.loads(done.stdout)["results"])
+    found = json.loads(paths["p.json"].read_text())
+    expected = [(t, a) for t in ("prefill 16", "decode 4 @ 8") for a in ("default", "threads=1")]
+    assert [(r["test"], r["arm"]) for r in found["runs"]] == expected
+    assert set(found["phases"]) == set(STEPS)
+    for part in (found, *found["runs"], found["prefill"], found["decode"]):
+        assert sum(part["phases"].values()) == pytest.approx(part["wall_s"], rel=0.03)
+    assert found["wall_s"] == pytest.approx(sum(r["wall_s"] for r in found["runs"]))
+    assert [r["prefill"]["tokens"] for r in found["runs"]] == [16, 16, 1, 1]  # a context is there before the run
+    assert found["prefill"]["tokens"] == 34 and found["decode"]["tokens"] == 8
+    wide, narrow = found["runs"][0]["threads"]["busy_s"], found["runs"][1]["threads"]["busy_s"]
+    assert len(narrow) == 1 and len(found["threads"]["busy_s"]) == len(wide)
+    page, events = paths["p.html"].read_text(), json.loads(paths["t.json"].read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == [f"{t}, {a}" for t, a in expected]
+    assert {e["pid"] for e in events if e["ph"] == "X"} == {1, 2, 3, 4}
+    for name in names:
+        assert name in page and f"\n{name}:\n" in done.stderr
+    assert done.stderr.count("prefill of 16 tokens") == 2 == done.stderr.count("decode of 4 tokens")
+
+
+def peer_python():
+    """A Python that has llama-cpp-python, or None."""
+    if importlib.util.find_spec("llama_cpp"):
+        return sys.executable
+    return os.environ.get("MILLSTREAM_PEER_PYTHON")
+
+
+@pytest.mark.skipif(peer_python() is None, reason="no llama-cpp-python; MILLSTREAM_PEER_PYTHON names a Python with it")
+def test_llama_cpp_runs_the_same_file(tmp_path):
+    """Both arms are measured, and llama.cpp decodes the tokens that it decodes without a pipe."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "mha_base")
+    done = run(
+        "bench", "-m", path, "--prefill", "8", "--decode", "4", "--depth", "8", "--repeat", 1, "--arm", "threads=1",
+        "--against", "llama.cpp", "--peer-python", peer_python(), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [r["arm"] for r in found["results"]] == ["threads=1", "llama.cpp"] * 2
+    assert all(min(r["samples"]) > 0 for r in found["results"])
+    facts = found["arms"]["llama.cpp"]
+    assert facts["threads"] == found["arms"]["threads=1"]["threads"] and facts["version"]
+    arm = llama_cpp_arm.LlamaCppArm("llama.cpp", path, 1, 16, peer_python())
+    ids, (_, tokens) = bench.fixed_ids(8, arm.vocab_size), arm.decode(bench.fixed_ids(8, arm.vocab_size), 4)
+    arm.close()
+    assert tokens[:4] == bench.EngineArm("ours", path, {"threads": 1, "arith": "float"}, 16).decode(ids, 4)[1][:4]
+
+
+def test_a_peer_that_crashes_is_tried_without_repacking(tmp_path, monkeypatch):
+    """The worker is replaced by one that dies of a signal while weights are re-packed."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os, sys\n"
+        "if json.loads(sys.argv[1])['repack']: os.abort()\n"
+        "print(json.dumps({'vocab_size': 9}), flush=True)\n"
+        "for line in sys.stdin: print(json.dumps({'prefill_s': 0.5}), flush=True)\n"
+    )
+    monkeypatch.setattr(llama_cpp_arm, "WORKER", worker)
+    monkeypatch.setattr(llama_cpp_arm, "_PROBE", "")
+    arm = llama_cpp_arm.LlamaCppArm("llama.cpp", "x.gguf", 1, 16)
+    assert "crashed with signal 6" in arm.note and "without re-packed weights" in arm.note
+    assert arm.describe()["repacked"] is False and arm.prefill(bench.fixed_ids(2, 9)) == 0.5
+    arm.close()
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", sys.executable])
+def test_a_peer_that_is_not_there_is_named(python, tmp_path):
+    if python == sys.executable and importlib.util.find_spec("llama_cpp"):
+        pytest.skip("llama-cpp-python is here")
+    with pytest.raises(ConfigError, match=r"--peer-python") as error:
+        llama_cpp_arm.LlamaCppArm("llama.cpp", tmp_path / "x.gguf", 1, 16, python)
+    assert python in str(error.value)

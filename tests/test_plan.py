@@ -12,8 +12,9 @@ from cli_program import assert_error, run
 from engine import machine_speed, plan
 from engine.config import RuntimeConfig
 from engine.kernels import Context
+from engine.models import family
 from engine.runtime import SHIPPED_MODEL, load
-from engine.synthetic import PlannedFiles
+from engine.synthetic import PlannedFiles, SyntheticLoader
 from engine.weights import open_model
 
 FIGURES = {"loop_s": 0.001, "layers": 4, "expert_share": 0.5, "demand": 8, "expert_bytes": 1e6,
@@ -29,7 +30,7 @@ class Measured:
 
     def model_speed(self, files, context, compact, **options):
         self.asked.append((compact, options))
-        return machine_speed.ModelSpeed(0.02, 0.05, 0.4, options["prompt"], 3)
+        return machine_speed.ModelSpeed(0.02, 0.05, 0.4, options["prompt"], 1 << 20)
 
     def loop_seconds(self, options):
         return 0.0
@@ -42,12 +43,13 @@ class Measured:
 
     def disk_speed(self, path, ranges, depth):
         self.asked.append((path, ranges, depth))
-        return machine_speed.DiskSpeed(100.0, 4096, depth, True)
+        return "direct", machine_speed.DiskSpeed(4096, depth, 0.1)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     monkeypatch.setattr(machine_speed, "MAX_STEPS", 3)
+    monkeypatch.setattr(machine_speed, "MAX_PROMPTS", 2)
 
 
 def report(files, window=0, prompt=16, disk_mb_s=None, measure=None, **options):
@@ -156,17 +158,53 @@ def test_measuring_runs_formats(tmp_path, format_name, compact):
     assert machine_speed.model_speed(files, Context(num_threads=1), compact, **options).window_s is None
 
 
-def test_distinct_layers_stay_within_the_pool():
-    from engine.synthetic import SyntheticLoader
-
-    files = open_model(SHIPPED_MODEL)
+def synthetic(files, pool_bytes):
+    """(loader, model) of random weights."""
     context = Context(num_threads=1)
-    assert SyntheticLoader(files, context, compact_experts=False, pool_bytes=1 << 30).distinct == 3
-    loader = SyntheticLoader(files, context, compact_experts=False, pool_bytes=1)
-    assert loader.distinct == 1
-    shapes = [(w.rows, w.cols) for w in (files.record(f"layers.{n}.self_attn.q_proj") for n in (0, 1))]
-    first, second = (loader.matrix(f"layers.{n}.self_attn.q_proj", *s) for n, s in enumerate(shapes))
-    assert first.strips.ctypes.data == second.strips.ctypes.data
+    loader = SyntheticLoader(files, context, compact_experts=False, pool_bytes=pool_bytes)
+    return loader, family(files.architecture).Model(files.config, loader, context, 64, 64)
+
+
+def addresses(model, part):
+    """Where the experts' matrices of each layer lie."""
+    blocks = [block.mlp.routed.experts for block in model.blocks]
+    return [[getattr(experts._structs[e], part).data for e in range(len(experts._structs))] for experts in blocks]
+
+
+def test_weights_share_memory_only_beyond_the_pool():
+    files = open_model(SHIPPED_MODEL)
+    loader, model = synthetic(files, 1 << 30)
+    found = {address for layer in addresses(model, "gate") for address in layer}
+    assert len(found) == 3 * 8
+    total = sum(g["memory_bytes"] for g in plan.describe_bytes(files, loader.context)["roles"].values())
+    assert 0.9 * total < loader.own_bytes < 1.1 * total
+    small, shared = synthetic(files, 1)
+    found = addresses(shared, "gate")
+    assert len({address for layer in found for address in layer}) == 8
+    assert all(len(set(layer)) == 8 for layer in found)
+    assert found[0] != found[1]  # layers that share experts draw them in another order
+    assert small.own_bytes < loader.own_bytes / 2
+    first, second = (block.attention.o_proj.matrices[0].strips.ctypes.data for block in shared.blocks[:2])
+    assert first == second
+    routers = [block.mlp.routed.router_linear.matrices[0].strips for block in shared.blocks]
+    assert not np.array_equal(routers[0], routers[1])
+
+
+@pytest.mark.parametrize("format_name", ["q8_0", "q4_0", "iq3_s"])
+def test_tokens_choose_different_experts_in_every_layer(tmp_path, format_name):
+    """A run on random weights must read what a real one reads: routing that always chose the same would not."""
+    config = open_model(SHIPPED_MODEL).config | {"hidden_size": 256, "intermediate_size": 256, "num_experts": 32,
+                                                 "num_hidden_layers": 6, "vocab_size": 512}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    _, model = synthetic(PlannedFiles(str(path), format_name), 1 << 30)
+    ids, seen = machine_speed.fixed_ids(64, 512), []
+    for block in model.blocks:
+        block.mlp.routed.observers.append(lambda chosen, weights: seen.append(chosen.copy()))
+    model.forward(ids, model.new_kv(64, "f16"), 0)
+    # 128 draws of 32 experts: 31.5 different ones if they are independent.
+    assert min(len(np.unique(chosen)) for chosen in seen) >= 24
+    assert all(not np.array_equal(seen[0], chosen) for chosen in seen[1:])
 
 
 def test_command_prints_and_refuses(tmp_path):

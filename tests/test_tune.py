@@ -20,7 +20,7 @@ def model(tmp_path):
 def fake(speeds):
     """A _compare in which a set of options has the speed `speeds` says."""
 
-    def compare(model, best, changed, ids, tokens, repeat):
+    def compare(model, best, changed, ids, tokens, repeat, progress):
         pair = []
         for name, options in (("best", best), ("candidate", changed)):
             speed = speeds(options)
@@ -35,7 +35,7 @@ def fake(speeds):
 def outcome(monkeypatch, speeds):
     loaded = engine.load(threads=2)
     monkeypatch.setattr(tune, "_compare", fake(speeds))
-    return tune.tune(None, loaded, [1], 8, 1, {})
+    return tune.tune(None, tune.candidates(loaded), [1], 8, 1, {})
 
 
 def test_what_is_faster_is_kept_and_measured_against_the_defaults_again(monkeypatch):
@@ -107,3 +107,35 @@ def test_command_line(model):
     assert written.exists() == bool(found["settings"]) and (found["written"] is not None) == written.exists()
     dry = run("tune", "-m", model, "-n", 8, "--repeat", 1, "--dry-run")
     assert dry.returncode == 0 and (": " in dry.stdout or "defaults are the fastest" in dry.stdout)
+
+
+def test_a_model_with_settings_is_opened_once(model, monkeypatch):
+    from click.testing import CliRunner
+
+    from engine import runtime, weights
+    from engine.cli import cli
+
+    write(model)
+    opened = []
+
+    def counted(path):
+        opened.append(path)
+        return real(path)
+
+    real = weights.open_model
+    monkeypatch.setattr(weights, "open_model", counted)
+    monkeypatch.setattr(runtime, "open_model", counted)
+    done = CliRunner().invoke(cli, ["generate", "In the", "-m", str(model), "-n", "2"])
+    assert done.exit_code == 0 and "tuned: threads 1" in done.stderr
+    assert len(opened) == 1
+
+
+def test_progress_counts_every_measurement(monkeypatch):
+    seen, choices = [], [("threads", [1, 2]), ("spec", ["auto"])]
+    monkeypatch.setattr(tune, "_compare", fake(lambda o: 200.0 if o.get("spec") else 100.0))
+    tune.tune(None, choices, [1], 8, 2, {}, progress=lambda *found: seen.append(found))
+    each, total = 2 * (2 + 1), 4 * 2 * (2 + 1)
+    starts = [(n * each, total) for n in range(4)]
+    assert [found[:2] for found in seen] == [*starts, (total, total)]
+    assert [found[2] for found in seen] == ["threads 1", "threads 2", "spec auto", "the winner against the defaults",
+                                            "done"]  # fmt: skip

@@ -8,7 +8,10 @@ from ._output import note
 
 
 def apply(click_context, runtime: dict, spec: str) -> str:
-    """Fill in `runtime`; returns the value of --spec. Prints what is used, or why a file is not."""
+    """Fill in `runtime`; returns the value of --spec. Prints what is used, or why a file is not.
+
+    Where there are settings, runtime["model"] becomes the opened model, so that it is opened once.
+    """
     from ..runtime import SHIPPED_MODEL
 
     path = runtime["model"] or SHIPPED_MODEL
@@ -17,7 +20,8 @@ def apply(click_context, runtime: dict, spec: str) -> str:
     from ..tune import load_settings
     from ..weights import open_model
 
-    settings, problem = load_settings(open_model(path))
+    runtime["model"] = files = open_model(path)
+    settings, problem = load_settings(files)
     if problem:
         note(problem)
     given = {name for name in settings if click_context.get_parameter_source(name) is not ParameterSource.DEFAULT}

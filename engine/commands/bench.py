@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from ..errors import ConfigError
-from . import _options
+from . import _bench_profile, _options, _profile
 from ._output import note, read_text_file, write, write_file, write_json
 
 
@@ -70,7 +70,10 @@ def _progress(done: int, total: int) -> None:
 @click.option("--arm", "arms", multiple=True, metavar="NAME=VALUE,...",
               help="Options of an arm (threads, isa, spec ...); repeatable. The first is the yardstick.")  # fmt: skip
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="An arm of another engine on the same GGUF file.")
+@click.option("--peer-python", metavar="PATH", help="With --against: the Python that has llama-cpp-python (default: "
+              "this one).")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Measured rounds.")
+@_profile.options
 @click.option("--save", metavar="FILE", help="Write the result as JSON, for --compare.")
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV.")
 @click.option("--markdown", metavar="FILE", help="Write the table as Markdown.")
@@ -80,9 +83,11 @@ def _progress(done: int, total: int) -> None:
 def bench(click_context, compare, as_json, **options):
     """Measure prefill and decode speed of a model, several settings side by side.
 
-    Arms take turns and their order rotates; the first round does not count; printed are medians with their range.
+    Arms take turns and their order rotates; the first round does not count; printed are medians with their range. With
+    a --profile option every test and arm runs once more under the profiler; that run does not count.
     """
     _refuse_idle(click_context)
+    profiling = _bench_profile.Profiling(_profile.take(options))
     if compare:
         click_context.exit(_compare(compare, as_json))
     from .. import bench as measuring
@@ -93,7 +98,11 @@ def bench(click_context, compare, as_json, **options):
         raise ConfigError("bench: nothing to measure; give --prefill or --decode a number")
     arms = _arms(measuring, options, max(t.tokens + max(t.depth, 1) + 1 for t in tests))
     note(_options.describe(arms[0].engine))
-    results = measuring.measure(arms, tests, options["repeat"], _progress)
+    for line in (arm.note for arm in arms if arm.note):
+        note(line)
+    results = measuring.measure(arms, tests, options["repeat"], _progress, profiling.collector)
+    for arm in arms:
+        arm.close()
     content = measuring.report(results, arms, shlex.join(["millstream", *sys.argv[1:]]))
     _save("--save", options["save"], json.dumps(content, indent=1) + "\n")
     _save("--csv", options["csv_file"], measuring.as_csv(content))
@@ -102,6 +111,7 @@ def bench(click_context, compare, as_json, **options):
         write_json(content)
     else:
         write(measuring.as_text(content))
+    profiling.finish()
 
 
 def _refuse_idle(click_context) -> None:
@@ -112,6 +122,8 @@ def _refuse_idle(click_context) -> None:
         raise ConfigError(f"bench --compare measures nothing, so {', '.join(idle)} would do nothing; leave it out")
     if "depth" in given and not any(click_context.params["decode"]):
         raise ConfigError("--depth does nothing with --decode 0: it is the context before decoding")
+    if "peer_python" in given and "against" not in given:
+        raise ConfigError("--peer-python does nothing without --against; leave it out")
 
 
 def _arms(measuring, options: dict, positions: int) -> list:
@@ -126,5 +138,8 @@ def _arms(measuring, options: dict, positions: int) -> list:
     if positions > room:
         raise ConfigError(f"bench: {positions} positions are needed, the model's context holds {room}")
     if against:
-        arms.append(measuring.LlamaCppArm(against, model, arms[0].engine.context.num_threads, positions))
+        from ..peers.llama_cpp_arm import LlamaCppArm
+
+        threads = arms[0].engine.context.num_threads
+        arms.append(LlamaCppArm(against, model, threads, positions, options["peer_python"]))
     return arms

@@ -55,8 +55,7 @@ def _speeds(found: dict, figures: dict) -> list[str]:
     if disk:
         how = "as given"
         if disk["measured"]:
-            kind = "direct" if disk["direct"] else "buffered"
-            how = f"measured, {disk['depth']} {kind} requests of {size(disk['request_bytes'])} at a time"
+            how = f"measured, {disk['depth']} {disk['mode']} requests of up to {size(disk['request_bytes'])} at a time"
         lines.append(
             f"disk: {disk['mb_s']:.0f} MB/s ({how}); {size(figures['missed_bytes_per_token'])} a token, "
             f"{figures['read_ms']:.1f} ms; bound by {figures['bound']}"

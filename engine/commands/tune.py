@@ -7,6 +7,7 @@ import click
 from ..errors import ConfigError
 from . import _options, _streaming
 from ._output import note, write, write_json
+from ._progress import Meter
 from .generate import read_prompt
 
 DEFAULT_PROMPT = "Once upon a time there was a miller who lived by a stream, and every morning he"
@@ -37,9 +38,11 @@ def tune(prompt, prompt_file, model, ram, max_tokens, repeat, dry_run, as_json):
     if len(ids) + max_tokens + 1 > loaded.max_context:
         room = loaded.max_context
         raise ConfigError(f"tune: {len(ids)} prompt tokens and {max_tokens} more exceed the context of {room}")
-    base = {} if ram is None else {"ram": ram}
-    outcome = tuning.tune(model, loaded, ids, max_tokens, repeat, base, lambda t: note(_line(t)))
-    path = None if dry_run or not outcome.settings else tuning.save(loaded.files, outcome)
+    base, files, choices = _base(loaded, ram, tuning.streams(loaded)), loaded.files, tuning.candidates(loaded)
+    del loaded  # its memory is for those that are compared
+    with Meter("tune", "measurements") as meter:
+        outcome = tuning.tune(model, choices, ids, max_tokens, repeat, base, lambda t: note(_line(t)), meter.update)
+    path = None if dry_run or not outcome.settings else tuning.save(files, outcome)
     if as_json:
         write_json(dataclasses.asdict(outcome) | {"written": path and str(path)})
         return
@@ -47,6 +50,19 @@ def tune(prompt, prompt_file, model, ram, max_tokens, repeat, dry_run, as_json):
     write(f"{chosen}: {outcome.gain:.2f} x the defaults\n" if chosen else "the defaults are the fastest\n")
     if path is not None:
         note(f"written: {path}")
+
+
+def _base(loaded, ram: float | None, streams: bool) -> dict:
+    """Options of both that are compared. They are in memory together, so caches get at most half of it each."""
+    if not streams:
+        return {} if ram is None else {"ram": ram}
+    from ..memory import GIB, make_budget
+
+    half = make_budget(None).total_bytes / 2 / GIB
+    if ram is not None and ram <= half:
+        return {"ram": ram}
+    note(f"note: two settings are in memory at a time, so each is measured with {half:.2f} GiB")
+    return {"ram": half}
 
 
 def _line(trial) -> str:

@@ -196,10 +196,23 @@ def _kernels(rows: list[dict]) -> list[str]:
 
 def page(report: dict, profiler) -> str:
     """HTML of a profile (what profile_report returned) and the profiler that took it."""
+    return document([section(report, profiler)])
+
+
+def document(sections: list[str]) -> str:
+    """Sections one below the other, as a page."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>millstream profile</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(sections)}</body></html>\n"
+    )
+
+
+def section(report: dict, profiler, title: str = "millstream profile") -> str:
+    """The part of a page that shows one run."""
     decode, prefill = report["decode"], report["prefill"]
     key = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in COLOURS.items())
     body = [
-        "<h1>millstream profile</h1>",
+        f"<h1>{escape(title)}</h1>",
         f"<p>{escape(report['model'])}, tier {report['isa']}; {prefill['tokens']} tokens of prompt in "
         f"{prefill['wall_s']:.3f} s, {decode['tokens']} tokens in {decode['wall_s']:.3f} s.</p>",
         f'<p class="verdict">{escape(report["verdict"])}</p>',
@@ -213,7 +226,4 @@ def page(report: dict, profiler) -> str:
         *_heat_map(profiler.experts),
         *_acceptance(report["spec"]),
     ]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>millstream profile</title>'
-        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
-    )
+    return "".join(body)

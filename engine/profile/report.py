@@ -201,12 +201,13 @@ def _table(title: str, wall_s: float, phases: dict, per: int, unit: str) -> list
     return lines
 
 
-def format_report(report: dict, by_layer: bool = False) -> str:
-    """The profile as text for a terminal."""
+def format_report(report: dict, by_layer: bool = False, parts: tuple = ("run", "prefill", "decode")) -> str:
+    """The profile as text for a terminal. parts: what of it; the verdict is one on decoding."""
     decode, prefill = report["decode"], report["prefill"]
-    lines = _table("profile: whole run", report["wall_s"], report["phases"], 0, "")
-    lines += _table(f"prefill of {prefill['tokens']} tokens", prefill["wall_s"], prefill["phases"], 0, "")
-    if decode["rounds"]:
+    lines = _table("profile: whole run", report["wall_s"], report["phases"], 0, "") if "run" in parts else []
+    if "prefill" in parts:
+        lines += _table(f"prefill of {prefill['tokens']} tokens", prefill["wall_s"], prefill["phases"], 0, "")
+    if decode["rounds"] and "decode" in parts:
         title = f"decode of {decode['tokens']} tokens in {decode['rounds']} rounds"
         lines += _table(title, decode["wall_s"], decode["phases"], decode["tokens"], "token")
         spread = decode["ms_per_token"]
@@ -224,5 +225,6 @@ def format_report(report: dict, by_layer: bool = False) -> str:
             lines.append(f"  {layer:4} " + " ".join(f"{row.get(p, 0) * 1e3:10.2f}" for p in names))
     use = ", ".join(f"{u:.0%}" for u in report["threads"]["utilisation"])
     lines.append(f"threads busy: {use}")
-    lines.append(f"verdict: {report['verdict']}")
+    if "decode" in parts:
+        lines.append(f"verdict: {report['verdict']}")
     return "\n".join(lines)
