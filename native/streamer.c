@@ -4,7 +4,8 @@
  * then free again. Which expert goes into which slot is the caller's decision; a slot in use is refused.
  *
  * Readers claim a chunk of the oldest request at a time, so several share one large expert and experts become resident
- * one after the other, in the order in which they were asked for. A speculative request gives way at every chunk: its
+ * one after the other, in the order in which they were asked for. Whoever reads the last chunk of a piece re-codes what
+ * lies in it, while others read the next piece. A speculative request gives way at every chunk: its
  * chunks are claimed only while no wanted read is queued or under way.
  *
  * One mutex guards all states; it is held for a few list operations, never during a read or a re-coding. */
@@ -35,7 +36,9 @@ struct slot {
     int list, previous, next;       /* in which list; neighbours */
     int piece;                      /* next chunk to claim: piece and place in it; piece == num_pieces: none left */
     int64_t place;
-    int chunks;                     /* claimed and not finished */
+    int chunks;                     /* claimed and not read yet */
+    int chunks_of[MOE_STREAM_PIECES]; /* the same by piece */
+    int recoding;                   /* pieces that are being re-coded */
     int staging;                    /* buffer that re-coding reads from, or NONE */
     int error;                      /* of the first chunk that failed: see moe_stream_event */
     int error_file;
@@ -49,7 +52,7 @@ struct source {
 };
 
 struct chunk {
-    int slot, file;
+    int slot, piece, file;
     char *to;                  /* where byte `begin` goes */
     int64_t begin, end;        /* of the file, multiples of PAGE */
     int64_t first, last;       /* bytes that are wanted, inside of it */
@@ -219,6 +222,7 @@ static int claim(struct moe_streamer *s, struct chunk *c) {
     const struct moe_stream_piece *p = &e->pieces[x->piece];
     int64_t begin = page_below(p->offset), end = page_above(p->offset + p->nbytes);
     c->slot = slot;
+    c->piece = x->piece;
     c->file = p->file;
     c->begin = begin + x->place;
     c->end = end - c->begin <= s->chunk_bytes + s->chunk_bytes / 4 ? end : c->begin + s->chunk_bytes; /* no small rest */
@@ -232,16 +236,19 @@ static int claim(struct moe_streamer *s, struct chunk *c) {
         if (x->piece == e->num_pieces) take_out(s, slot);
     }
     x->chunks++;
+    x->chunks_of[c->piece]++;
     s->wanted_chunks += !x->speculative;
     if (!s->chunks++) s->busy_since = now_ns();
     return 1;
 }
 
-static void recode(struct moe_streamer *s, int slot, const char *from) {
+/* The matrices that lie in one piece. */
+static void recode(struct moe_streamer *s, int slot, int piece, const char *from) {
     const struct moe_stream_expert *e = &s->experts[s->slots[slot].key];
+    const struct moe_stream_piece *p = &e->pieces[piece];
     for (int i = 0; i < e->num_recodes; i++) {
         const struct moe_stream_recode *r = &e->recodes[i];
-        const struct moe_stream_piece *p = &e->pieces[r->piece];
+        if (r->piece != piece) continue;
         const char *rows = from + p->slot_offset + p->offset % PAGE + r->from;
         char *to = s->memory + slot * s->slot_bytes + r->to;
         if (r->format) moe_encode_serial(to, r->format, r->layout, rows, r->rows, r->cols);
@@ -277,15 +284,17 @@ static void finish_chunk(struct moe_streamer *s, const struct chunk *c, int erro
         x->piece = s->experts[x->key].num_pieces;
     }
     x->chunks--;
-    int last = !x->chunks && x->piece == s->experts[x->key].num_pieces;
-    if (last && x->staging != NONE && !x->error) {
+    int piece_read = !--x->chunks_of[c->piece] && x->piece > c->piece;
+    if (piece_read && x->staging != NONE && !x->error) {
         const char *from = s->staging_memory + x->staging * s->staging_bytes;
-        pthread_mutex_unlock(&s->lock); /* in no list and without chunks: nobody else touches this request */
-        recode(s, c->slot, from);
+        x->recoding++; /* until it is none again the request stays what it is: key, staging and slot */
+        pthread_mutex_unlock(&s->lock);
+        recode(s, c->slot, c->piece, from);
         pthread_mutex_lock(&s->lock);
+        x->recoding--;
         s->stats.recode_ns += now_ns() - now;
     }
-    if (last) finish_request(s, c->slot);
+    if (!x->chunks && !x->recoding && x->piece == s->experts[x->key].num_pieces) finish_request(s, c->slot);
     if (!s->wanted_chunks && s->heads[SPECULATIVE] != NONE) pthread_cond_broadcast(&s->work);
 }
 
