@@ -12,7 +12,8 @@ file's pages are dropped before each. Arms:
 
     device       O_DIRECT reads of experts at random at depth 16
     resident     millstream without a limit: the speed when nothing is missing. Runs first and last of a call
-    millstream   millstream under the limit, its defaults; before and after it the device at its request size and depth
+    millstream   millstream under the limit, its defaults; with it the device at its request size and depth: before and
+                 after as a steady stream, and after it in bursts of as many experts as a layer missed
     llama        llama.cpp (llama-cpp-python, mmap, weights not re-packed, which would need them all in anonymous
                  memory) on the file, read-ahead of this disk as found
     llama-128k   the same through a loop device with 128 KiB read-ahead (needs root)
@@ -45,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import streaming_report
 from memory_cgroup import CgroupError, MemoryCgroup
 from page_cache import evict
-from streaming_disk import ALIGN_BYTES, direct_read_rate, disk_read_ahead, loop_device
+from streaming_disk import ALIGN_BYTES, burst_read_rate, direct_read_rate, disk_read_ahead, loop_device
 
 from engine.atomic_file import AtomicFile
 from engine.experts.cache import CHUNK_BYTES, DEFAULT_READERS
@@ -173,7 +174,17 @@ def run_arm(arm: str, share: float | None, subject: Subject, args, ids: list[int
         return {"not_run": str(error)}
     if before is not None:
         result["device_mb_s"] = [before, device(CHUNK_BYTES, DEFAULT_READERS)]
+        result["burst_mb_s"] = burst_rate(subject, result.get("counted"), args.seed)
     return result
+
+
+def burst_rate(subject: Subject, counted: dict | None, seed: int) -> float | None:
+    """MB/s of the device when as many experts are asked for at once as a layer missed."""
+    if not counted or not counted["miss_calls"]:
+        return None
+    burst = counted["misses"] / counted["miss_calls"]
+    how = (CHUNK_BYTES, DEFAULT_READERS, 2.0, seed, burst)
+    return burst_read_rate(subject.path, subject.experts, *how) / 1e6
 
 
 def lru_hit_rate(subject: Subject, args, ids: list[int]) -> float:

@@ -69,7 +69,7 @@ def run_millstream(job: dict) -> dict:
     load_s = time.perf_counter() - started
     kv, ids = loaded.new_kv(), np.array(job["ids"], np.int32)
     stream = getattr(loaded, "stream", None)
-    names = ("hits", "misses", "bytes", "reads", "service_s", "wait_s", "busy_s", "recode_s")
+    names = ("hits", "misses", "miss_calls", "bytes", "reads", "service_s", "wait_s", "busy_s", "recode_s")
 
     def counters():
         return {} if stream is None else {name: stream.stats()[name] for name in names}

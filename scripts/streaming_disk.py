@@ -1,8 +1,9 @@
-"""The disk under a model file, for bench_streaming.py: what it gives to direct reads, its read-ahead, and a loop device
-with another one."""
+"""The disk under a model file, for bench_streaming.py: what it gives to direct reads, in a steady stream and in bursts,
+its read-ahead, and a loop device with another one."""
 
 import mmap
 import os
+import queue
 import random
 import subprocess
 import threading
@@ -25,6 +26,12 @@ def requests_of(offset: int, nbytes: int, request_bytes: int) -> list[tuple[int,
     return found
 
 
+def _buffer() -> memoryview:
+    buffer = mmap.mmap(-1, BUFFER_BYTES)
+    buffer.madvise(mmap.MADV_HUGEPAGE)  # as the streamer's slots
+    return memoryview(buffer)
+
+
 def direct_read_rate(path: Path, experts: list, request_bytes: int, depth: int, seconds: float, seed: int) -> float:
     """Bytes per second of `depth` threads that read experts at random with O_DIRECT. experts: each its pieces, (offset,
     bytes)."""
@@ -32,9 +39,7 @@ def direct_read_rate(path: Path, experts: list, request_bytes: int, depth: int, 
     done, deadline = [0] * depth, time.perf_counter() + seconds
 
     def reader(number: int) -> None:
-        draw, buffer = random.Random(seed * 1000 + number), mmap.mmap(-1, BUFFER_BYTES)
-        buffer.madvise(mmap.MADV_HUGEPAGE)  # as the streamer's slots
-        view = memoryview(buffer)
+        draw, view = random.Random(seed * 1000 + number), _buffer()
         while time.perf_counter() < deadline:
             for piece in draw.choice(experts):
                 for at, length in requests_of(*piece, request_bytes):
@@ -48,6 +53,40 @@ def direct_read_rate(path: Path, experts: list, request_bytes: int, depth: int, 
         thread.join()
     os.close(handle)
     return sum(done) / (time.perf_counter() - started)
+
+
+def burst_read_rate(path: Path, experts: list, request_bytes: int, depth: int, seconds: float, seed: int,
+                    burst: float) -> float:  # fmt: skip
+    """The same for bursts: about `burst` experts are asked for at once and the next when all have come, as the misses
+    of a layer are. What few requests in flight can get from the device."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    work, done = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def reader() -> None:
+        view = _buffer()
+        while (request := work.get()) is not None:
+            at, length = request
+            done.put(os.preadv(handle, [view[:length]], at))
+
+    threads = [threading.Thread(target=reader, daemon=True) for _ in range(depth)]
+    for thread in threads:
+        thread.start()
+    draw, total, spent, deadline = random.Random(seed), 0, 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        count = max(1, int(burst) + (draw.random() < burst % 1))
+        pieces = [piece for expert in draw.sample(experts, min(count, len(experts))) for piece in expert]
+        requests = [request for piece in pieces for request in requests_of(*piece, request_bytes)]
+        started = time.perf_counter()
+        for request in requests:
+            work.put(request)
+        total += sum(done.get() for _ in requests)
+        spent += time.perf_counter() - started
+    for _ in threads:
+        work.put(None)
+    for thread in threads:
+        thread.join()
+    os.close(handle)
+    return total / spent
 
 
 @contextmanager

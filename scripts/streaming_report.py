@@ -52,7 +52,8 @@ def line(record: dict) -> str:
     if c and c["misses"]:
         device = result.get("device_mb_s")
         text += (
-            f"  {rate(c):.0f} MB/s while reading" + (f" (device {device[0]:.0f}, {device[1]:.0f})" if device else "")
+            f"  {rate(c):.0f} MB/s while reading"
+            + (f" (device {device[0]:.0f}, {device[1]:.0f}, in bursts {result['burst_mb_s']:.0f})" if device else "")
             + f"  {hit_rate(c):.1f} % hits  wait {per_token(result, 'wait_s'):.1f} ms"
             f"  re-coding {per_token(result, 'recode_s'):.1f} ms/token on the readers"
         )  # fmt: skip
@@ -89,8 +90,8 @@ def resident_ms(results: list[dict], streamed: dict) -> float | None:
 def figures(found: dict, residents: list[dict], expert_mean: float) -> dict:
     """Of one share. found: arm -> result. None where something is missing."""
     ours, as_found, small = (found.get(arm) for arm in ("millstream", "llama", "llama-128k"))
-    names = ("tok_s", "ms", "resident", "wait", "rest", "rest_percent", "hits", "mb_token", "mb_s", "device",
-             "of_device", "bytes_over_misses", "over_best", "over_found")  # fmt: skip
+    names = ("tok_s", "ms", "resident", "wait", "rest", "rest_percent", "hits", "mb_token", "mb_s", "burst", "device",
+             "of_burst", "of_device", "bytes_over_misses", "over_best", "over_found")  # fmt: skip
     row = dict.fromkeys(names)
     if ours is None:
         return row
@@ -106,6 +107,7 @@ def figures(found: dict, residents: list[dict], expert_mean: float) -> dict:
     if counted and counted["misses"]:
         row["mb_s"], row["device"] = rate(counted), sum(ours["device_mb_s"]) / 2
         row["of_device"] = row["mb_s"] / row["device"]
+        row["burst"], row["of_burst"] = ours["burst_mb_s"], row["mb_s"] / ours["burst_mb_s"]
         row["bytes_over_misses"] = counted["bytes"] / counted["misses"] / expert_mean
     peers = [peer["tok_s"] for peer in (as_found, small) if peer]
     row["over_best"] = ours["tok_s"] / max(peers) if len(peers) == 2 else None
@@ -124,8 +126,10 @@ ROWS = (
     ("MB read per token", "mb_token", "{:.1f}"),
     ("bytes / bytes of the misses", "bytes_over_misses", "{:.3f}"),
     ("MB/s while reading", "mb_s", "{:.0f}"),
-    ("device at the same size and depth, MB/s", "device", "{:.0f}"),
-    ("of the device", "of_device", "{:.2f}"),
+    ("device in bursts of a layer's misses, MB/s", "burst", "{:.0f}"),
+    ("device in a steady stream, MB/s", "device", "{:.0f}"),
+    ("of the device in bursts", "of_burst", "{:.2f}"),
+    ("of the device in a steady stream", "of_device", "{:.2f}"),
     ("millstream / better llama.cpp", "over_best", "{:.2f}"),
     ("millstream / llama.cpp as found", "over_found", "{:.2f}"),
 )
@@ -139,7 +143,7 @@ def at_least(below_100: float, at_100: float | None):
 # Name, figure, whether a value reaches it at this share.
 TARGETS = (
     ("the wait explains the difference to resident (rest within 5 %)", "rest_percent", lambda x, _: abs(x) <= 5),
-    (">= 90 % of the device's bandwidth", "of_device", at_least(0.9, None)),
+    (">= 90 % of the device's bandwidth at the same request size and depth (bursts)", "of_burst", at_least(0.9, None)),
     ("bytes <= 1.05 x the misses'", "bytes_over_misses", lambda x, _: x <= 1.05),
     (">= 2 x the better llama.cpp, never slower at 100 %", "over_best", at_least(2, 1)),
     (">= 10 x llama.cpp as found", "over_found", at_least(10, 1)),

@@ -16,7 +16,7 @@ import bench_streaming  # noqa: E402
 import streaming_report  # noqa: E402
 from memory_cgroup import CgroupError, MemoryCgroup  # noqa: E402
 from streaming_arms import measure  # noqa: E402
-from streaming_disk import direct_read_rate, requests_of  # noqa: E402
+from streaming_disk import burst_read_rate, direct_read_rate, requests_of  # noqa: E402
 
 MIB = 1 << 20
 
@@ -71,6 +71,7 @@ def test_the_device_is_asked_as_the_readers_ask(tmp_path):
     path.write_bytes(bytes(4 * mib))
     try:
         assert direct_read_rate(path, [[(0, mib), (2 * mib, mib)]], mib, 2, 0.05, 1) > 0
+        assert burst_read_rate(path, [[(0, mib)], [(2 * mib, mib)]], mib, 2, 0.05, 1, 1.5) > 0
     except OSError as error:
         pytest.skip(f"no direct reads here: {error}")
 
@@ -106,18 +107,15 @@ def test_calls_are_added_to_one_file_and_reported(model, tmp_path, monkeypatch, 
     assert first["model"]["expert_bytes"] > 0 and first["model"]["experts"] == 16
 
 
-def test_a_file_holds_one_revision_and_one_machine(model, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out.json"
-    run_script(monkeypatch, capsys, model, out, "--arms", "resident")
-    before = out.read_bytes()
-    with pytest.raises(SystemExit, match=r"holds results of settings .*give another --json"):
-        run_script(monkeypatch, capsys, model, out, "--arms", "resident", "--seed", "2")
-    monkeypatch.setattr(bench_streaming, "git", lambda *_: "abc")
-    arguments = ["bench", str(model), "--json", str(out), "--tokens", "8", "--warm-up-tokens", "4", "--ctx", "64"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit, match="holds results of revision unknown, this is abc"):
-        bench_streaming.main()
-    assert out.read_bytes() == before
+def test_a_file_holds_one_revision_and_one_machine(tmp_path):
+    out, run = tmp_path / "out.json", arm("resident", None, [1])["run"]
+    out.write_text(json.dumps([arm("resident", None, [1])]))
+    assert len(bench_streaming.read_records(out, run)) == len(bench_streaming.read_records(out)) == 1
+    with pytest.raises(SystemExit, match=r"holds results of revision abc, this is def; give another --json"):
+        bench_streaming.read_records(out, {**run, "revision": "def"})
+    with pytest.raises(SystemExit, match=r"holds results of settings {'threads': 2}, this is {'threads': 1}"):
+        bench_streaming.read_records(out, {**run, "settings": {"threads": 1}})
+    assert bench_streaming.read_records(tmp_path / "none.json", run) == []
 
 
 def test_without_a_cgroup_an_arm_is_not_run(model, tmp_path, monkeypatch, capsys):
@@ -161,7 +159,7 @@ def test_report_splits_a_token_and_judges(model):
     counted = {"hits": 30, "misses": 10, "bytes": 10_200_000, "busy_s": 0.01, "wait_s": 0.08, "recode_s": 0.0}
     records = [
         arm("resident", None, [900, 900, 20, 20, 30, 30], warm=2),
-        arm("millstream", 50.0, [70, 70], counted=counted, device_mb_s=[1000, 1200]),
+        arm("millstream", 50.0, [70, 70], counted=counted, device_mb_s=[1000, 1200], burst_mb_s=1020),
         arm("llama", 50.0, [1000], asked=2, tok_s=1.0),
         arm("llama-128k", 50.0, [250, 250]),
         arm("resident", None, [900, 900, 20, 20, 30, 30], warm=2),
@@ -175,7 +173,9 @@ def test_report_splits_a_token_and_judges(model):
     assert cells("of it: resident, ms") == ["20.0"]  # of the positions that the streamed arm measured: 4 and 5
     assert cells("of it: read wait, ms") == ["40.0"] and cells("of it: the rest, ms") == ["10.0"]
     assert cells("the rest, %") == ["14.3"]
-    assert cells("of the device") == ["0.93"] and cells("bytes / bytes of the misses") == ["1.020"]
+    assert cells("of the device in bursts") == ["1.00"]
+    assert cells("of the device in a steady stream") == ["0.93"]
+    assert cells("bytes / bytes of the misses") == ["1.020"]
     assert cells("llama.cpp as found, tok/s") == ["1.00 (5 MB; 1 in 90 s after 4)"]
     assert cells("millstream / better llama.cpp") == ["3.57"]
     assert "explains the difference to resident (rest within 5 %): 50 % missed" in text

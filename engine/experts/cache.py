@@ -24,10 +24,11 @@ _MAX_EVENTS = 64
 
 @dataclass
 class Counters:
-    """What Python counts: distinct experts per layer call, found in the cache or not."""
+    """What Python counts: distinct experts per layer call, found in the cache or not; layer calls that missed some."""
 
     hits: int = 0
     misses: int = 0
+    miss_calls: int = 0
     evictions: int = 0
 
 
@@ -274,6 +275,7 @@ class ExpertCache:
         return {
             "hits": c.hits,
             "misses": c.misses,
+            "miss_calls": c.miss_calls,
             "hit_rate": c.hits / asked if asked else 0.0,
             "evictions": c.evictions,
             "pinned": len(self.pinned),

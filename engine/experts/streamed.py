@@ -111,6 +111,7 @@ class StreamedExperts:
                 cache.lookahead.ask(*look, set(keys))
             routed.run(self.table, self._subset, range(len(keys)))
             return
+        cache.counters.miss_calls += 1
         self._run_missing(routed, keys, missing, look)
 
     def run_resident(self, layers, name: str, buffers, plan, num_used: int, x, num_tokens: int, top: int) -> None:
