@@ -7,6 +7,7 @@ import os
 import sys
 
 import pytest
+import tiny_models
 from cli_program import run
 from gguf_models import write_gguf
 
@@ -162,7 +163,8 @@ def peer_python():
 def test_llama_cpp_runs_the_same_file(tmp_path):
     """Both arms are measured, and llama.cpp decodes the tokens that it decodes without a pipe."""
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, "mha_base")
+    # llama.cpp wants as many rows as there are tokens.
+    write_gguf(path, tiny_models.hf_config("mha_base") | {"vocab_size": 291}, seed=1)
     done = run(
         "bench", "-m", path, "--prefill", "8", "--decode", "4", "--depth", "8", "--repeat", 1, "--arm", "threads=1",
         "--against", "llama.cpp", "--peer-python", peer_python(), "--json",

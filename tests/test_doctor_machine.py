@@ -203,3 +203,13 @@ def test_command_fails_below_one_cpu(tmp_path, monkeypatch):
     done = run_doctor(monkeypatch, "--json")
     assert done.exit_code == 1
     assert any("quota 0.5 CPUs" in problem for problem in json.loads(done.stdout)["problems"])
+
+
+def test_reports_are_no_wider_than_a_hundred_columns():
+    from engine.commands._output import wrap
+
+    text = "  tier: " + "word " * 60 + "\n\nshort\n" + "x" * 130
+    lines = wrap(text).split("\n")
+    assert max(map(len, lines[:-1])) <= 100 and lines[-1] == "x" * 130
+    assert lines[0].startswith("  tier: word") and lines[1].startswith("    word")
+    assert " ".join("\n".join(lines).split()) == " ".join(text.split())

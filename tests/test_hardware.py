@@ -201,3 +201,11 @@ def test_this_machine_is_described():
     assert 1 <= plan.count <= plan.num_allowed <= plan.num_online
     assert 0 <= memory.available_bytes <= memory.total_bytes
     assert hardware.peak_rss_bytes() > 1 << 20
+
+
+def test_the_largest_cache_counts(tmp_path):
+    machine = Machine(tmp_path)
+    assert hardware.last_cache_bytes(tmp_path) == 0
+    for number, size in enumerate(("48K", "2048K", "what", "32M", "")):
+        machine.write(f"sys/devices/system/cpu/cpu0/cache/index{number}/size", size + "\n")
+    assert hardware.last_cache_bytes(tmp_path) == 32 << 20

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 
 import click
 
@@ -96,6 +97,16 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def wrap(text: str, width: int = 100) -> str:
+    """Lines of a report for people, none longer than `width` where words allow; what goes on is indented."""
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
 
 
 def table(rows: list[tuple], header: tuple) -> str:

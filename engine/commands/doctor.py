@@ -3,7 +3,7 @@
 import click
 
 from . import _options
-from ._output import size, table, write, write_json
+from ._output import size, table, wrap, write, write_json
 
 
 def _tiers(found: dict) -> list[str]:
@@ -79,6 +79,6 @@ def doctor(click_context, model, as_json):
     if as_json:
         write_json(found)
     else:
-        write(as_text(found))
+        write(wrap(as_text(found)))
     if found["problems"]:
         click_context.exit(1)

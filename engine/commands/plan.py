@@ -5,7 +5,7 @@ import click
 from ..config import EXPERT_LAYOUTS, parse_spec
 from ..errors import ConfigError
 from . import _options
-from ._output import size, table, write, write_json
+from ._output import size, table, wrap, write, write_json
 
 
 def as_text(found: dict) -> str:
@@ -127,4 +127,4 @@ def plan(model, config, format_name, disk_mb_s, prompt, spec, as_json, **options
     if as_json:
         write_json(found)
     else:
-        write(as_text(found))
+        write(wrap(as_text(found)))

@@ -61,7 +61,8 @@ class LlamaCppArm:
             return json.loads(line)
         status = self._process.wait()
         self._log.seek(0)
-        last = self._log.read().strip().splitlines()[-1:]
+        lines = self._log.read().strip().splitlines()
+        last = [line for line in lines if "error" in line.lower()][:1] or lines[-1:]
         how = f"crashed with signal {-status}" if status < 0 else f"ended with status {status}"
         raise ConfigError(f"llama.cpp {how}" + (f" ({last[0]})" if last else ""))
 
