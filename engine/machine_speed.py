@@ -16,7 +16,7 @@ from .synthetic import SyntheticLoader
 
 STEP_SECONDS = 1.5  # about how long decode steps are repeated
 DISK_SECONDS = 1.0
-MAX_STEPS, MIN_STEPS, MAX_PROMPTS = 64, 3, 9
+MAX_STEPS, MIN_STEPS, MAX_PROMPTS, MAX_WINDOWS = 64, 3, 9, 6
 READ_BYTES = 1 << 20  # readers take larger pieces in parts of this size
 
 
@@ -64,7 +64,9 @@ def model_speed(files, context: Context, compact: bool, *, prompt: int, max_toke
     window_s = None
     if window > 1:
         cache.truncate(prompt)
-        window_s = min(_timed(lambda: decode_step(model, cache, ids[prompt : prompt + window], prompt)) for _ in "abc")
+        window_s = statistics.fmean(
+            _timed(lambda at=at: decode_step(model, cache, ids[at : at + window], prompt)) for at in range(MAX_WINDOWS)
+        )
     return ModelSpeed(statistics.fmean(steps), window_s, prefill_s, prompt, loader.own_bytes)
 
 

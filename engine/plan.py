@@ -241,7 +241,10 @@ def _pool_bytes() -> int:
 
 def _verdict(streams: bool, figures: dict) -> str:
     how = "will stream at" if streams else "fits in memory:"
-    speeds = f"{figures['decode_tok_s']:.3g} tok/s decode, {figures['prefill_tok_s']:.3g} tok/s prefill"
+    decode, prefill = (
+        f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in (figures["decode_tok_s"], figures["prefill_tok_s"])
+    )
+    speeds = f"{decode} tok/s decode, {prefill} tok/s prefill"
     return f"{how} about {speeds}"
 
 

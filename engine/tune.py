@@ -118,7 +118,8 @@ def tune(model, choices: list[tuple[str, list]], ids, tokens: int, repeat: int, 
         outcome.gain = after.median / before.median
         if outcome.gain < MIN_GAIN:  # what looked better one by one is not better together
             outcome.settings = {}
-    progress(total, total, "done")
+    else:
+        progress(total, total, "done")
     return outcome
 
 

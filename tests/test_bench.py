@@ -108,7 +108,7 @@ def test_command_line(tmp_path):
         (("--arm", "spec=4", "--arm", "spec=4"), "two arms are the same"),
         (("--prefill", "0", "--decode", "0"), "nothing to measure"),
         (("--prefill", "100000"), "context holds"),
-        (("--against", "llama.cpp"), "FILE.gguf"),
+        (("--against", "llama.cpp"), ".gguf file"),
         (("--peer-python", sys.executable), "without --against"),
         (("--compare", "/nowhere/a", "/nowhere/b"), "cannot be read"),
     ],

@@ -161,6 +161,10 @@ CHAT = {
 }  # fmt: skip
 BENCH = {
     "model": [case("-m {gguf}", r"^model: \S+tiny.gguf")],
+    "model_argument": [
+        case("{gguf}", r"^model: \S+tiny.gguf", model=False),
+        case("{gguf}", refused="give one of them"),
+    ],
     "prefill": [case("--prefill 3", r"^prefill 3 ")],
     "decode": [case("--decode 3", r"^decode 3 ")],
     "depth": [
@@ -168,7 +172,7 @@ BENCH = {
         case("--depth 5", refused="does nothing", base=["--decode", "0", "--prefill", "2"]),
     ],
     "arms": [case("--arm threads=1", r"threads=1"), case("--arm speed=1", refused="speed")],
-    "against": [case("--against llama.cpp", refused="needs --model FILE.gguf")],
+    "against": [case("--against llama.cpp", refused="needs a model that is a .gguf file")],
     "peer_python": [
         case(
             "--peer-python /nowhere/python",

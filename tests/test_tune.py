@@ -99,7 +99,7 @@ def test_settings_for_something_else_are_left_alone(model, changes, why):
 
 
 def test_command_line(model):
-    done = run("tune", "In the beginning", "-m", model, "-n", 8, "--repeat", 1, "--json")
+    done = run("tune", model, "--prompt", "In the beginning", "-n", 8, "--repeat", 1, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {t["setting"] for t in found["trials"]} == {"threads", "spec"}
@@ -131,11 +131,17 @@ def test_a_model_with_settings_is_opened_once(model, monkeypatch):
 
 
 def test_progress_counts_every_measurement(monkeypatch):
-    seen, choices = [], [("threads", [1, 2]), ("spec", ["auto"])]
-    monkeypatch.setattr(tune, "_compare", fake(lambda o: 200.0 if o.get("spec") else 100.0))
+    seen, choices, each = [], [("threads", [1, 2]), ("spec", ["auto"])], 2 * (2 + 1)
+    speeds = fake(lambda o: 200.0 if o.get("spec") else 100.0)
+
+    def compare(*args):
+        args[-1](each, each)
+        return speeds(*args)
+
+    monkeypatch.setattr(tune, "_compare", compare)
     tune.tune(None, choices, [1], 8, 2, {}, progress=lambda *found: seen.append(found))
-    each, total = 2 * (2 + 1), 4 * 2 * (2 + 1)
-    starts = [(n * each, total) for n in range(4)]
-    assert [found[:2] for found in seen] == [*starts, (total, total)]
-    assert [found[2] for found in seen] == ["threads 1", "threads 2", "spec auto", "the winner against the defaults",
-                                            "done"]  # fmt: skip
+    total, names = 4 * each, ["threads 1", "threads 2", "spec auto", "the winner against the defaults"]
+    assert seen == [(n * each + done, total, what) for n, what in enumerate(names) for done in (0, each)]
+    monkeypatch.setattr(tune, "_compare", fake(lambda o: 100.0))
+    tune.tune(None, choices, [1], 8, 2, {}, progress=lambda *found: seen.append(found))
+    assert seen[-1] == (total, total, "done")

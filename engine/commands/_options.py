@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 import click
 
 from ..config import ARITHMETICS, EXPERT_LAYOUTS, RuntimeConfig
+from ..errors import ConfigError
 from ._output import note, size
 
 
@@ -17,6 +18,18 @@ def model_option(command):
         metavar="DIR",
         help="Snapshot, GGUF file or Hugging Face directory (default: the small model that is shipped).",
     )(command)
+
+
+def model_argument(command):
+    """MODEL as an argument as well as --model; `one_model` joins them."""
+    return click.argument("model_argument", metavar="[MODEL]", required=False)(model_option(command))
+
+
+def one_model(option: str | None, argument: str | None) -> str | None:
+    """Raises ConfigError when both are given."""
+    if option is not None and argument is not None:
+        raise ConfigError(f"got MODEL {argument} and --model {option}; give one of them")
+    return argument if option is None else option
 
 
 def json_option(command):

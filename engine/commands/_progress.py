@@ -12,6 +12,10 @@ def _amount(number: float, unit: str) -> str:
     return size(number) if unit == "bytes" else f"{number:,.0f} {unit}"
 
 
+def _parts(done: float, total: float, unit: str) -> str:
+    return f"{size(done)} of {size(total)}" if unit == "bytes" else f"{done:,.0f} of {total:,.0f} {unit}"
+
+
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
@@ -53,12 +57,12 @@ class Meter:
         rate = done / elapsed
         left = f"{_duration((total - done) / rate)} left" if rate else ""
         if self._bar is not None:
-            text = f"{_amount(done, self._unit)} of {_amount(total, self._unit)}, {_amount(rate, self._unit)}/s"
+            text = f"{_parts(done, total, self._unit)}, {_amount(rate, self._unit)}/s"
             self._bar.update(self._task, completed=done, total=total, rate=text, left=left)
         elif done >= total or now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
             percent = 100 * done / total if total else 100
             note(
-                f"{self._label}: {_amount(done, self._unit)} of {_amount(total, self._unit)} ({percent:.0f} %), "
+                f"{self._label}: {_parts(done, total, self._unit)} ({percent:.0f} %), "
                 f"{_amount(rate, self._unit)}/s, {left}" + (f" - {detail}" if detail else "")
             )

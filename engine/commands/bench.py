@@ -63,7 +63,7 @@ def _progress(done: int, total: int) -> None:
 
 
 @click.command()
-@_options.model_option
+@_options.model_argument
 @click.option("--prefill", type=Numbers(), default="128,512", show_default=True, help="Prompt lengths.")
 @click.option("--decode", type=Numbers(), default="64", show_default=True, help="Tokens to decode.")
 @click.option("--depth", type=Numbers(), default="0", show_default=True, help="Context before decoding.")
@@ -72,7 +72,9 @@ def _progress(done: int, total: int) -> None:
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="An arm of another engine on the same GGUF file.")
 @click.option("--peer-python", metavar="PATH", help="With --against: the Python that has llama-cpp-python (default: "
               "this one).")  # fmt: skip
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Measured rounds.")
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Measured rounds."
+)
 @_profile.options
 @click.option("--save", metavar="FILE", help="Write the result as JSON, for --compare.")
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV.")
@@ -80,13 +82,14 @@ def _progress(done: int, total: int) -> None:
 @click.option("--compare", nargs=2, metavar="OLD NEW", help="Compare two saved results; exit code 1 on a drop.")
 @_options.json_option
 @click.pass_context
-def bench(click_context, compare, as_json, **options):
-    """Measure prefill and decode speed of a model, several settings side by side.
+def bench(click_context, model_argument, compare, as_json, **options):
+    """Measure prefill and decode speed of MODEL, several settings side by side.
 
     Arms take turns and their order rotates; the first round does not count; printed are medians with their range. With
     a --profile option every test and arm runs once more under the profiler; that run does not count.
     """
     _refuse_idle(click_context)
+    options["model"] = _options.one_model(options["model"], model_argument)
     profiling = _bench_profile.Profiling(_profile.take(options))
     if compare:
         click_context.exit(_compare(compare, as_json))
@@ -116,7 +119,10 @@ def bench(click_context, compare, as_json, **options):
 
 def _refuse_idle(click_context) -> None:
     """Refuse options that would do nothing beside others. Raises ConfigError."""
-    names = {p.name: p.opts[0] for p in click_context.command.params}
+    names = {
+        p.name: p.make_metavar(click_context) if p.name == "model_argument" else p.opts[0]
+        for p in click_context.command.params
+    }
     given = {name for name in names if click_context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if "compare" in given and (idle := sorted(names[name] for name in given - {"compare", "as_json"})):
         raise ConfigError(f"bench --compare measures nothing, so {', '.join(idle)} would do nothing; leave it out")
@@ -132,7 +138,7 @@ def _arms(measuring, options: dict, positions: int) -> list:
         raise ConfigError("--arm: two arms are the same")
     model, against = options["model"], options["against"]
     if against and not str(model).endswith(".gguf"):
-        raise ConfigError("--against llama.cpp needs --model FILE.gguf")
+        raise ConfigError("--against llama.cpp needs a model that is a .gguf file")
     arms = [measuring.EngineArm(name, model, arm, positions) for name, arm in parsed]
     room = min(arm.engine.max_context for arm in arms)
     if positions > room:

@@ -49,7 +49,8 @@ def as_text(found: dict) -> str:
 def _speeds(found: dict, figures: dict) -> list[str]:
     lines = [
         f"memory: {found['memory_gb_s']:.1f} GB/s; a step reads {size(found['bytes_per_token']['total'])} of weights",
-        f"a decode step: {figures['step_ms']:.2f} ms, of it {figures['loop_ms']:.2f} ms the loop around the model",
+        f"a decode step behind {found['prompt_tokens']} tokens: {figures['step_ms']:.2f} ms, "
+        f"{figures['loop_ms']:.2f} ms of it in the loop around the model",
     ]
     disk = found["disk"]
     if disk:
@@ -88,7 +89,7 @@ def _open(model: str | None, config: str | None, format_name: str | None):
 
 
 @click.command()
-@click.argument("model", required=False)
+@_options.model_argument
 @click.option("--config", metavar="FILE", help="The config.json of a model that is not here, with --format.")
 @click.option("--format", "format_name", metavar="NAME", help="Format of its matrices.")
 @click.option("--ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Memory of the process.")
@@ -106,7 +107,7 @@ def _open(model: str | None, config: str | None, format_name: str | None):
 @_options.threads_option
 @_options.isa_option
 @_options.json_option
-def plan(model, config, format_name, disk_mb_s, prompt, spec, as_json, **options):
+def plan(model, model_argument, config, format_name, disk_mb_s, prompt, spec, as_json, **options):
     """Say what a run of MODEL takes and how fast it will be, from its headers and a few seconds of measuring."""
     from .. import machine_speed
     from .. import plan as planning
@@ -117,7 +118,7 @@ def plan(model, config, format_name, disk_mb_s, prompt, spec, as_json, **options
     if window == "auto":
         raise ConfigError("--spec auto: a plan weighs a window of N rows; give a number from 2 to 8")
     chosen = RuntimeConfig(**options)
-    files = _open(model, config, format_name)
+    files = _open(_options.one_model(model, model_argument), config, format_name)
     context = Context(chosen.isa, chosen.threads)
     if prompt is None:
         prompt = max(1, min(128, planning.context_length(files, chosen.ctx) - 1))

@@ -14,24 +14,27 @@ DEFAULT_PROMPT = "Once upon a time there was a miller who lived by a stream, and
 
 
 @click.command()
-@click.argument("prompt", required=False, default=DEFAULT_PROMPT)
+@_options.model_argument
+@click.option("--prompt", metavar="TEXT", help="The prompt (default: the beginning of a tale).")
 @click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from a file.")
-@_options.model_option
 @click.option("--ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="As in generate.")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=64, show_default=True, metavar="N",
               help="Tokens to decode in each measurement.")  # fmt: skip
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Measured rounds.")
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
+              help="Measured rounds.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print, write nothing.")
 @_options.json_option
-def tune(prompt, prompt_file, model, ram, max_tokens, repeat, dry_run, as_json):
-    """Try threads, reading modes, cache policies and speculation on PROMPT; keep what is at least 3 % faster.
+def tune(model_argument, model, prompt, prompt_file, ram, max_tokens, repeat, dry_run, as_json):
+    """Try threads, reading modes, cache policies and speculation on MODEL; keep what is at least 3 % faster.
 
     Every candidate must decode the same tokens. The settings are written beside the model, and `generate` uses them
     where an option is not given.
     """
     from .. import tune as tuning
 
-    text = read_prompt(prompt if prompt_file is None else None, prompt_file)
+    model = _options.one_model(model, model_argument)
+    given = prompt is not None or prompt_file is not None
+    text = read_prompt(prompt, prompt_file) if given else DEFAULT_PROMPT
     loaded = _streaming.load(model, ram=ram)
     note(_options.describe(loaded))
     ids = loaded.tokenizer.encode(text) or [0]

@@ -146,7 +146,7 @@ def _streamed_layout(wanted: str, files, context: Context) -> ExpertLayout:
     compact = choose_expert_layout("compact", files, context, 0)
     ratio = fast.num_bytes / compact.num_bytes
     chosen = compact if ratio > _COMPACT_RATIO else fast
-    return replace(chosen, reason=f"strips take {ratio:.2f} times the memory of a slot")
+    return replace(chosen, reason=f"re-coded they take {ratio:.2f} times the bytes of the file")
 
 
 def plan_experts(
