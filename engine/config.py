@@ -33,6 +33,7 @@ class RuntimeConfig:
     expert_layout: "fast" = experts re-coded to strips when first used, "compact" = storage rows re-coded in every
     call, "auto".
     draft_model: directory or file of a small model that drafts tokens for speculation.
+    cut_drafts: whether a window loses drafts whose experts would have to be read, where that is worth more.
     ram: GiB that this process may take; None = what it can have without swapping or being killed.
     expert_slots: experts in memory; None = as many as ram allows, or all of them without streaming.
     io: how experts are read: "auto", "direct", "buffered" or "mmap". readers: threads that read; None = default.
@@ -50,6 +51,7 @@ class RuntimeConfig:
     expert_layout: str = "auto"
     arith: str = "canonical"
     draft_model: str | None = None
+    cut_drafts: bool = True
     ram: float | None = None
     expert_slots: int | None = None
     io: str = "auto"

@@ -48,9 +48,10 @@ def prefill(model, kv, ids: np.ndarray, position: int = 0) -> np.ndarray:
     return model.forward(ids[done:], kv, position + done)
 
 
-def decode_step(model, kv, ids: np.ndarray, position: int) -> np.ndarray:
-    """Run a window of ids int32 [R] (the last token and R - 1 drafts); logits [R, V], row r for what follows ids[r]."""
-    return model.forward(ids, kv, position, logits="all")
+def decode_step(model, kv, ids: np.ndarray, position: int, keep_rows=None) -> np.ndarray:
+    """Run a window of ids int32 [R] (the last token and R - 1 drafts); logits [R, V], row r for what follows ids[r], or
+    fewer rows where keep_rows (see Decoder.forward) drops the last."""
+    return model.forward(ids, kv, position, logits="all", keep_rows=keep_rows)
 
 
 class Generation:
@@ -165,12 +166,13 @@ class Generation:
         """Verify one window behind sequence[:position]; the model's own picks up to the first that no draft foresaw."""
         window = self.speculator.window(sequence[:position], len(sequence) - position)
         try:
-            logits = decode_step(self.engine.model, session.kv, window.ids, position - 1)
+            logits = decode_step(self.engine.model, session.kv, window.ids, position - 1, window.keep_rows)
         except NumericsError:  # of a draft, perhaps, which plain decode would never have run
             if len(window.ids) == 1:
                 raise
             window.ids = window.ids[:1]
             logits = decode_step(self.engine.model, session.kv, window.ids, position - 1)
+        window.ids = window.ids[: len(logits)]
         picks: list[int] = []
         for row, expected in enumerate([*window.ids[1:].tolist(), None]):
             at = position + row

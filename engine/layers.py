@@ -54,6 +54,7 @@ class Layers:
     def __init__(self, context: Context):
         self.context, self.ctx = context, context.handle
         self.experts_used = 0  # distinct experts of every layer call, added up
+        self.keep_rows = None  # during a forward pass that may drop its last rows: see Decoder.forward
 
     def embed(self, out: Buffer, matrix: Matrix, ids: Buffer, num_tokens: int) -> None:
         check(lib.moe_embed(self.ctx, out.ptr, matrix.cdata, ids.ptr, num_tokens), "embed")

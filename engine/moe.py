@@ -111,14 +111,17 @@ class MoeBlock:
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
         self.observers = []  # called with (ids [T, A], weights [T, A]) of every forward call; copy to keep
 
-    def __call__(self, layers: Layers, buffers: MoeBuffers, y: Buffer, x: Buffer, num_tokens: int) -> None:
-        """y [T, H] += sum over the top experts of x [T, H]. Raises NumericsError with the layer's name."""
+    def __call__(self, layers: Layers, buffers: MoeBuffers, y: Buffer, x: Buffer, num_tokens: int) -> int:
+        """y [T, H] += sum over the top experts of x [T, H]. Returns T, or how many rows layers.keep_rows left of it.
+        Raises NumericsError with the layer's name."""
         ctx, b, top = layers.ctx, buffers, self.num_experts_per_tok
         self.router_linear(layers, x, (b.logits,), num_tokens)
         status = lib.moe_route(
             ctx, b.ids.ptr, b.weights.ptr, b.logits.ptr, num_tokens, self.num_experts, top, self.router.rule
         )
         self._check(status, "router")
+        if layers.keep_rows is not None:
+            num_tokens = layers.keep_rows(self, b.ids.array[:num_tokens])
         for observe in self.observers:
             observe(b.ids.array[:num_tokens], b.weights.array[:num_tokens])
         plan = (b.expert_ids.ptr, b.offsets.ptr, b.assignments.ptr)
@@ -126,6 +129,7 @@ class MoeBlock:
         layers.experts_used += num_used
         self.experts.run(layers, self.name, b, plan, num_used, x, num_tokens, top)
         self._check(lib.moe_experts_combine(ctx, y.ptr, b.out.ptr, b.weights.ptr, num_tokens, top, x.width), "output")
+        return num_tokens
 
     def _check(self, status: int, what: str) -> None:
         if status == lib.MOE_NONFINITE:

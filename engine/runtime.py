@@ -19,6 +19,7 @@ from .models import family
 from .sampler import SamplingParams
 from .session import Session
 from .spec import LookupSource, make_speculator
+from .spec.cut import DraftCut
 from .spec.draft_model import ModelSource, check_same_tokens
 from .tokenizer import Tokenizer
 from .weights import open_model
@@ -119,13 +120,17 @@ class Engine:
                 raise ConfigError(f"generate: unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
             sampling = dataclasses.replace(sampling or self.default_sampling(), **settings)
         sampling = sampling or self.default_sampling()
-        speculator = make_speculator(spec, self._draft_sources(draft, sampling))
+        speculator = make_speculator(spec, self._draft_sources(draft, sampling), self._draft_cut())
         if speculator.stats is not None:
             speculator.stats.expert_bytes = self._expert_bytes()
         return Generation(
             self, prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos,
             session=session, speculator=speculator,
         )  # fmt: skip
+
+    def _draft_cut(self) -> DraftCut | None:
+        """What cuts windows short where experts are streamed; None where all are in memory, or it is not wanted."""
+        return DraftCut.of_stream(self.stream) if self.stream and self.options.cut_drafts else None
 
     def _expert_bytes(self) -> int:
         layer = next((layer for layer, _ in expert_ids(self.files.tensors)), None)

@@ -1,59 +1,193 @@
 """The whole matrix: speculation against plain decode, bit for bit.
 
-    python scripts/prove_spec.py [--model DIR] [--prompts 20] [--tokens 256] [--json FILE]
+    python scripts/prove_spec.py --state FILE [--parts shipped,model,streamed,families] [--minutes M] [--json FILE]
 
-For every prompt, sampler (greedy; drawn with penalties), window length (2..8, auto) and draft source (lookup, oracle,
-oracle with every third draft spoiled, random): token ids, finish reason, text and the checksum of the logits of every
-emitted position must be those of plain decode. Stops at the first difference, exit code 1.
+Token ids, finish reason, text and the checksum of the logits of every emitted position must be those of plain decode,
+256 tokens long, greedy and drawn with penalties, for windows of 1 to 8 rows and auto:
+
+shipped   20 prompts x both samplers x all lengths x all sources: lookup, oracle (always right), spoiled (the oracle
+          with every third draft wrong), random.
+model     a draft model (the same model in another format, and itself) x 20 prompts x both samplers x all lengths.
+streamed  caches from the smallest to the whole, look-ahead off and on, windows cut short: 20 prompts; sources and
+          lengths go round, so that each pair meets each cache.
+families  all supported families, 20 prompts; lengths go round, so that each source meets each length four times.
+
+Every finished row is a line of FILE; a run with the same FILE goes on behind them. Stops at the first difference, exit
+code 1; with --minutes it stops there, exit code 3.
 """
 
 import argparse
 import json
 import sys
+import tempfile
 import time
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import latent_and_sink_models as models  # noqa: E402
 import spec_tools  # noqa: E402
 from test_spec import DRAWN, GREEDY, PROMPTS  # noqa: E402
+from test_spec_families import NAMES  # noqa: E402
 
 import engine  # noqa: E402
+from converters.hf import RoleFormats, convert  # noqa: E402
+from engine.runtime import SHIPPED_MODEL  # noqa: E402
+from engine.spec.cut import DraftCut  # noqa: E402
+from engine.spec.draft_model import ModelSource  # noqa: E402
 
-LENGTHS = (*range(2, 9), "auto")
+LENGTHS = (*range(1, 9), "auto")
+SAMPLERS = (("greedy", GREEDY), ("drawn", DRAWN))
+TOKENS = 256
+CACHES = (2, 3, 5, 9, 16, 23, 24)  # of 24 experts, 2 a token
+COUNTED = ("rounds", "tokens", "drafted", "accepted")
+
+
+class Proof:
+    """Runs and counts; remembers in a file which rows are done."""
+
+    def __init__(self, state: Path, minutes: float | None):
+        self.state = state
+        self.rows = [json.loads(line) for line in state.read_text().splitlines()] if state.exists() else []
+        self._done = {row["row"] for row in self.rows}
+        self._deadline = time.monotonic() + minutes * 60 if minutes else None
+
+    def row(self, name: str, load, prompt, sampling, cases) -> None:
+        """name: what the row is, its part first. cases: (source name, rows of a window, its source or None)."""
+        if name in self._done:
+            return
+        if self._deadline and time.monotonic() > self._deadline:
+            print(f"stopped for time before {name}; run again with the same --state", file=sys.stderr)
+            sys.exit(3)
+        started, loaded = time.monotonic(), load()
+        options = {"max_tokens": TOKENS, "ignore_eos": True, "sampling": sampling}
+        plain = spec_tools.run(loaded, prompt, **options)
+        counts: dict = defaultdict(lambda: defaultdict(int))
+        for source, rows, make in cases:
+            cut = DraftCut.of_stream(loaded.stream) if loaded.stream else None
+            made = make(loaded, sampling) if make else None
+            stats = spec_tools.assert_same(loaded, prompt, rows, source, plain, made=made, cut=cut, **options)
+            count = counts[source]
+            count["runs"] += 1
+            for key in COUNTED:
+                count[key] += getattr(stats, key)
+            count["cut_drafts"] += cut.drafts if cut else 0
+        row = {"row": name, "emitted": len(plain[0]), "counts": counts}
+        self.rows.append(row)
+        with self.state.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{name}: {sum(c['runs'] for c in counts.values())} runs equal, {time.monotonic() - started:.0f} s",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    def summary(self) -> dict:
+        """Part -> source -> counts; prints them."""
+        found: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
+        for row in self.rows:
+            for source, counts in row["counts"].items():
+                for key, value in counts.items():
+                    found[row["row"].split()[0]][source][key] += value
+        for part, sources in found.items():
+            for source, c in sources.items():
+                print(
+                    f"{part:9} {source:10} {c['runs']} runs, {c['tokens']} tokens in {c['rounds']} rounds, "
+                    f"{c['accepted']}/{c['drafted']} drafts accepted, {c['cut_drafts']} cut: equal to plain decode"
+                )
+        return found
+
+
+def once(make):
+    """make() when it is first needed, and only the latest of several is kept in memory."""
+    made = []
+    return lambda: made[0] if made else (made.append(make()) or made[0])
+
+
+def prove_shipped(proof):
+    load = once(lambda: engine.load(threads=1))
+    cases = [(source, rows, None) for source in spec_tools.SOURCES for rows in LENGTHS]
+    for n, (sampler, sampling) in product(range(len(PROMPTS)), SAMPLERS):
+        proof.row(f"shipped prompt {n} {sampler}", load, PROMPTS[n], sampling, cases)
+
+
+def prove_model(proof, folder):
+    """The draft model is the shipped one in coarser formats (right often, not always), and the shipped one."""
+
+    def coarse():
+        path = folder / "coarse"
+        convert(SHIPPED_MODEL.parent / "hf", path, formats=RoleFormats(experts="int3_g64", dense="int4_g64"), threads=1)
+        return engine.load(threads=1, draft_model=path)
+
+    def source(loaded, sampling):
+        return ModelSource(loaded.draft, sampling, loaded.model.config.vocab_size, loaded.max_context)
+
+    for name, load in (("coarse", once(coarse)), ("itself", once(lambda: engine.load(draft_model=SHIPPED_MODEL)))):
+        cases = [(name, rows, source) for rows in (LENGTHS if name == "coarse" else (2, 5, 8))]
+        for n, (sampler, sampling) in product(range(len(PROMPTS)), SAMPLERS):
+            proof.row(f"model {name} prompt {n} {sampler}", load, PROMPTS[n], sampling, cases)
+
+
+def prove_streamed(proof):
+    for slots, lookahead in product(CACHES, ("off", "on")):
+        options = {"threads": 1, "expert_slots": slots, "lookahead": lookahead, "history": False}
+        load = once(lambda options=options: engine.load(**options))
+        for n, (sampler, sampling) in product(range(len(PROMPTS)), SAMPLERS):
+            turn = 2 * n + (sampler == "drawn")  # 36 pairs go round in nine turns of four
+            cases = [(s, LENGTHS[(turn + 2 * i) % 9], None) for i, s in enumerate(spec_tools.SOURCES)]
+            proof.row(f"streamed {slots} slots, look-ahead {lookahead}, prompt {n} {sampler}", load, PROMPTS[n],
+                      sampling, cases)  # fmt: skip
+
+
+def family_prompts(vocab_size: int) -> list[list[int]]:
+    """Twenty: random, half of it repeated, one token over and over, two in turns."""
+    random = np.random.default_rng(2)
+    draw = [random.integers(0, vocab_size, 12).tolist() for _ in range(20)]
+    shapes = (lambda d: d, lambda d: d[:8] * 3, lambda d: d[:1] * 16, lambda d: d[:2] * 9)
+    return [shapes[i % 4](d) for i, d in enumerate(draw)]
+
+
+def prove_families(proof, folder):
+    for name in NAMES:
+
+        def make(name=name):
+            path = folder / name
+            models.checkpoint(path / "hf", name)
+            file = path / "hf" / "config.json"  # golden checkpoints have a context of 256
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
+            convert(path / "hf", path / "out", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
+            return engine.load(path / "out", threads=1)
+
+        load = once(make)
+        vocab_size = models.golden(name)["config"]["vocab_size"]
+        for n, (sampler, sampling) in product(range(20), SAMPLERS):
+            turn = 2 * n + (sampler == "drawn")
+            cases = [(s, LENGTHS[(turn + 2 * i) % 9], None) for i, s in enumerate(spec_tools.SOURCES)]
+            proof.row(f"families {name} prompt {n} {sampler}", load, family_prompts(vocab_size)[n], sampling, cases)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--state", type=Path, required=True, help="file of finished rows, made when there is none")
+    parser.add_argument("--parts", default="shipped,model,streamed,families")
+    parser.add_argument("--minutes", type=float)
     parser.add_argument("--json")
     args = parser.parse_args()
-    loaded = engine.load(args.model)
-    options = {"max_tokens": args.tokens, "ignore_eos": True}
-    counts = {name: {"runs": 0, "rounds": 0, "tokens": 0, "drafted": 0, "accepted": 0} for name in spec_tools.SOURCES}
-    started = time.monotonic()
-    for done, prompt in enumerate(PROMPTS[: args.prompts]):
-        for sampling in (GREEDY, DRAWN):
-            plain = spec_tools.run(loaded, prompt, sampling=sampling, **options)
-            for name in spec_tools.SOURCES:
-                for rows in LENGTHS:
-                    stats = spec_tools.assert_same(loaded, prompt, rows, name, plain, sampling=sampling, **options)
-                    counts[name]["runs"] += 1
-                    for key in ("rounds", "tokens", "drafted", "accepted"):
-                        counts[name][key] += getattr(stats, key)
-        spent = time.monotonic() - started
-        left = spent / (done + 1) * (args.prompts - done - 1)
-        print(f"prompt {done + 1} of {args.prompts}: equal; {spent:.0f} s, about {left:.0f} s to go", file=sys.stderr)
-    for name, c in counts.items():
-        drafts = f"{c['accepted']}/{c['drafted']} drafts accepted"
-        print(
-            f"{name:8} {c['runs']} runs, {c['tokens']} tokens in {c['rounds']} rounds, {drafts}: equal to plain decode"
-        )
+    proof = Proof(args.state, args.minutes)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {
+            "shipped": lambda: prove_shipped(proof),
+            "model": lambda: prove_model(proof, Path(folder)),
+            "streamed": lambda: prove_streamed(proof),
+            "families": lambda: prove_families(proof, Path(folder)),
+        }
+        for part in args.parts.split(","):
+            parts[part]()
+    found = proof.summary()
     if args.json:
-        Path(args.json).write_text(json.dumps(counts, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

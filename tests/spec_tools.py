@@ -54,9 +54,11 @@ def policy(rows):
     return AutoPolicy() if rows == "auto" else FixedPolicy(rows)
 
 
-def assert_same(engine, prompt, rows, name, plain, **options):
-    """Compare a speculative run with `plain` (what run() returned without drafts); returns its SpecStats."""
-    speculator = Speculator([source(name, plain[4], engine.model.config.vocab_size)], policy(rows))
+def assert_same(engine, prompt, rows, name, plain, *, made=None, cut=None, **options):
+    """Compare a speculative run with `plain` (what run() returned without drafts); returns its SpecStats. made: the
+    source itself, when it is none of SOURCES; cut: see Speculator."""
+    made = made or source(name, plain[4], engine.model.config.vocab_size)
+    speculator = Speculator([made], policy(rows), cut)
     found = run(engine, prompt, speculator, **options)
     for what, ours, theirs in zip(("tokens", "finish reason", "text", "logits"), found, plain, strict=False):
         assert ours == theirs, f"{what} differ with {rows} rows of {name} drafts"

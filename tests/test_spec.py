@@ -162,7 +162,7 @@ def simulate(policy, right, rounds=2000, ms=lambda rows: 1 + 0.2 * (rows - 1)):
         if rows == 1:
             policy.record_plain(ms(1))
         else:
-            policy.record(("test", 0), rows, accepted, ms(rows))
+            policy.record(("test", 0), rows, accepted, ms(rows), rows - 1)
         total, tokens = total + ms(rows), tokens + accepted + 1
         used.append(rows)
     return total, tokens, used
@@ -203,7 +203,7 @@ def test_a_draft_that_costs_more_than_it_gives_is_not_made():
         if rows == 1:
             policy.record_plain(1.0)
         else:
-            policy.record(("slow", 0), rows, rows - 1, 1 + 2.1 * (rows - 1))
+            policy.record(("slow", 0), rows, rows - 1, 1 + 2.1 * (rows - 1), rows - 1)
     assert policy.rows(("slow", 0), 7, 2.0, 0.5) == 1
 
 

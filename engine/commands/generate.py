@@ -53,6 +53,8 @@ def describe_spec(stats) -> str:
     if r["experts_per_round"]:
         extra = "" if r["extra_expert_bytes"] is None else f", {size(r['extra_expert_bytes'])} more than plain steps"
         gain = f"; {r['experts_per_round']:.1f} experts a round{extra}{gain}"
+    if r["cut_windows"] is not None:
+        gain += f"; {r['cut_windows']} windows cut short by {r['cut_drafts']} drafts"
     if r["policy"] == "auto":
         gain += f"; auto switched {len(r['switches'])} times, last: {r['reason']}"
     return (
@@ -189,7 +191,7 @@ def generate(
     run = Run(read_prompt(prompt, prompt_file), as_json, _profile.Profiling(_profile.take(options)))
     try:
         spec = _tuned.apply(click_context, runtime, spec)
-        choices = _speculation.spec_choices(spec, draft, runtime["draft_model"])
+        choices = _speculation.spec_choices(spec, draft, runtime["draft_model"], runtime["cut_drafts"])
         limits = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos}
         run(runtime, options, context, route_trace, **limits, **choices)
     except KeyboardInterrupt:

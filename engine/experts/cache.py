@@ -265,6 +265,12 @@ class ExpertCache:
 
     # ---- figures -----------------------------------------------------------------------------------------------------
 
+    def wait_ms(self) -> float:
+        """Milliseconds since the start that layers have waited for reads."""
+        raw = ffi.new("struct moe_stream_stats *")
+        lib.moe_streamer_stats(self.handle, raw)
+        return raw.wait_ns / 1e6
+
     def stats(self) -> dict:
         """Counters since the start; times in seconds. See docs/streaming.md."""
         raw = ffi.new("struct moe_stream_stats *")

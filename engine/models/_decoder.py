@@ -259,10 +259,11 @@ class DenseMLP:
             ops.scale(self.gate, count, self.output_scale)
         self.down(ops, self.gate, (out,), num_tokens, add=add)
 
-    def __call__(self, ops: Layers, x: Buffer, h: Buffer, num_tokens: int) -> None:
-        """x [T, H] += MLP of h. Raises NumericsError with the layer's name."""
+    def __call__(self, ops: Layers, x: Buffer, h: Buffer, num_tokens: int) -> int:
+        """x [T, H] += MLP of h; returns T. Raises NumericsError with the layer's name."""
         self.run(ops, x, h, num_tokens, add=True)
         ops.check_finite(x, num_tokens * x.width, self.name)
+        return num_tokens
 
 
 class SharedExpert:
@@ -302,11 +303,11 @@ class MoeMLP:
         router_weights = weights.matrix(f"layers.{n}.mlp.router", experts, hidden, bias=bias)
         self.routed = MoeBlock(f"layer {n}", router_weights, matrices, router, experts, top)
 
-    def __call__(self, ops: Layers, x: Buffer, h: Buffer, num_tokens: int) -> None:
-        """x [T, H] += experts of h. Raises NumericsError with the layer's name."""
+    def __call__(self, ops: Layers, x: Buffer, h: Buffer, num_tokens: int) -> int:
+        """x [T, H] += experts of h; returns the rows that go on. Raises NumericsError with the layer's name."""
         if self.shared is not None:
             self.shared(ops, x, h, num_tokens)
-        self.routed(ops, self.buffers, x, h, num_tokens)  # last: it finds what is not finite
+        return self.routed(ops, self.buffers, x, h, num_tokens)  # last: it finds what is not finite
 
 
 class Block:
@@ -359,19 +360,26 @@ class Decoder:
     def new_kv(self, capacity: int, kind: str = "f16") -> KVCache:
         return KVCache(self.config.kv_shapes, capacity, kind, self.max_tokens)
 
-    def forward(self, ids: np.ndarray, kv: KVCache, position: int, logits: str = "last") -> np.ndarray | None:
+    def forward(
+        self, ids: np.ndarray, kv: KVCache, position: int, logits: str = "last", keep_rows=None
+    ) -> np.ndarray | None:
         """Run tokens ids int32 [T], T <= max_tokens, at positions position .. position + T - 1.
 
         Returns float32 logits, valid until the next call: [1, V] of the last token ("last"), [T, V] ("all"), or None
         ("none", for all but the last part of a prefill). Raises NumericsError naming the layer.
+        keep_rows: called with a layer's MoeBlock and its routing int32 [T, A], before its experts are read; how many of
+        the first rows go on, at least 1. The logits are those of the rows that were left, and so is what `kv` holds.
         """
         num_tokens = len(ids)
+        self.layers.keep_rows = keep_rows
         kv.extend(position, num_tokens)
         self.ids.array[0, :num_tokens] = ids
         self.embed(num_tokens)
         for block, layer_kv in zip(self.blocks, kv.layers, strict=True):
             self.attention(block, layer_kv, num_tokens, position)
-            self.mlp(block, num_tokens)
+            num_tokens = self.mlp(block, num_tokens)
+        if num_tokens < len(ids):
+            kv.truncate(position + num_tokens)
         return self.head(num_tokens, logits)
 
     def embed(self, num_tokens: int) -> None:
@@ -385,10 +393,10 @@ class Decoder:
         self.rmsnorm(block.input_layernorm, num_tokens)
         block.attention(self.layers, self.x, self.h, layer_kv, self.rope, num_tokens, position)
 
-    def mlp(self, block: Block, num_tokens: int) -> None:
-        """x += mlp(norm(x))."""
+    def mlp(self, block: Block, num_tokens: int) -> int:
+        """x += mlp(norm(x)); returns how many rows go on."""
         self.rmsnorm(block.post_attention_layernorm, num_tokens)
-        block.mlp(self.layers, self.x, self.h, num_tokens)
+        return block.mlp(self.layers, self.x, self.h, num_tokens)
 
     def head(self, num_tokens: int, logits: str) -> np.ndarray | None:
         """Final norm and lm_head of the last token, all tokens, or nothing."""

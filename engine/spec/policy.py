@@ -7,6 +7,7 @@ text whose drafts never hit cannot lose more than that share, whatever the estim
 from collections import deque
 from statistics import median
 
+from .acceptance import Acceptance
 from .drafts import MAX_ROWS
 
 MAX_LOSS = 0.02  # share of the decode time that failed windows may cost
@@ -19,8 +20,6 @@ MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15
 PLAIN_UPDATE = 8  # plain steps after which their median is computed anew
 UNKNOWN_ROW = 1 / 3  # assumed cost of a second row before one was tried, in plain steps
-DECAY = 0.95  # of the acceptance counts, per window
-PRIOR = 2.0
 
 
 class FixedPolicy:
@@ -45,35 +44,8 @@ class FixedPolicy:
     def record_plain(self, ms: float) -> None:
         """Nothing to learn."""
 
-    def record(self, key, rows: int, num_accepted: int, ms: float) -> None:
+    def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int) -> None:
         """Nothing to learn."""
-
-
-class _Acceptance:
-    """Chance that draft i is right when those before it were, by exponentially decaying counts."""
-
-    def __init__(self, chance: float):
-        self._chance = chance  # of the first draft, before anything is counted
-        self._hits, self._tries = [0.0] * MAX_ROWS, [0.0] * MAX_ROWS
-        self.tokens = [1.0] * (MAX_ROWS + 1)  # index: rows of a window; value: tokens it emits on average
-        self._expect()
-
-    def update(self, num_drafts: int, num_accepted: int) -> None:
-        # Positions that were not reached forget too: what is not tried drifts back to the belief below and is tried.
-        self._hits, self._tries = [DECAY * h for h in self._hits], [DECAY * t for t in self._tries]
-        for i in range(min(num_accepted + 1, num_drafts)):
-            self._hits[i] += i < num_accepted
-            self._tries[i] += 1
-        self._expect()
-
-    def _expect(self) -> None:
-        # Belief, worth PRIOR tries: a position fares like the one before it, and the first as the source says.
-        total, all_right, chance = 1.0, 1.0, self._chance
-        for i in range(MAX_ROWS - 1):
-            chance = (self._hits[i] + PRIOR * chance) / (self._tries[i] + PRIOR)
-            all_right *= chance
-            total += all_right
-            self.tokens[i + 2] = total
 
 
 class AutoPolicy:
@@ -124,7 +96,7 @@ class AutoPolicy:
         plain = self._costs[1]
         acceptance = self._acceptance.get(key)
         if acceptance is None:
-            acceptance = self._acceptance[key] = _Acceptance(chance)
+            acceptance = self._acceptance[key] = Acceptance(chance)
         best, best_rate = 1, plain
         for rows, tokens in zip(range(2, min(count + 1, self._max_rows) + 1), acceptance.tokens[2:], strict=False):
             rate = (self._costs[rows] + ms_per_draft * (rows - 1)) / tokens
@@ -172,15 +144,16 @@ class AutoPolicy:
         if self._rounds <= MIN_PLAIN or self._rounds % PLAIN_UPDATE == 0:
             self._update_costs()
 
-    def record(self, key, rows: int, num_accepted: int, ms: float) -> None:
-        """A window of rows >= 2 took `ms`, drafting included, and emitted num_accepted + 1 tokens."""
+    def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int) -> None:
+        """A window of rows >= 2 took `ms`, drafting included, and emitted num_accepted + 1 tokens; num_verified: of its
+        drafts, how many were not dropped on the way."""
         self._rounds += 1
         self._since_plain += 1
         self._elapsed += ms
         self._samples[rows].append(ms)
         self._update_costs()
         if key in self._acceptance:
-            self._acceptance[key].update(rows - 1, num_accepted)
+            self._acceptance[key].update(num_verified, num_accepted)
         if self._samples[1]:
             plain = self._costs[1]
             self._loss = max(self._loss + ms - plain * (num_accepted + 1), -MAX_CREDIT_TOKENS * plain)

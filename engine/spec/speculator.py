@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..config import parse_spec
+from .cut import DraftCut
 from .drafts import MAX_ROWS, DraftSource
 from .policy import AutoPolicy, FixedPolicy
 
@@ -23,6 +24,7 @@ class SpecStats:
     """What speculation did. Index of the lists: position in the window (acceptance) or number of rows (windows, ms)."""
 
     policy: object  # FixedPolicy or AutoPolicy
+    cut: DraftCut | None = None
     draft_s: float = 0.0
     windows: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
     window_ms: list[float] = field(default_factory=lambda: [0.0] * (MAX_ROWS + 1))
@@ -77,6 +79,8 @@ class SpecStats:
             "gain": gain,  # tokens per round / (ms per round / ms per token); None where no plain step was measured
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "cut_windows": self.cut.windows if self.cut else None,  # None: no window may be cut short
+            "cut_drafts": self.cut.drafts if self.cut else None,
             "draft_s": self.draft_s,
             "acceptance_by_position": [
                 a / o if o else None for a, o in zip(self.accepted_at, self.offered_at, strict=True)
@@ -91,24 +95,29 @@ class SpecStats:
 
 
 class Window:
-    """Rows to verify: ids int32 [R], row 0 = the last accepted token. Made by Speculator.window."""
+    """Rows to verify: ids int32 [R], row 0 = the last accepted token. Made by Speculator.window; whoever verifies fewer
+    rows shortens ids. key: source and confidence; keep_rows: for the forward pass, see Decoder.forward."""
 
-    __slots__ = ("ids", "key", "started")
+    __slots__ = ("asked", "ids", "keep_rows", "key", "started")
 
-    def __init__(self, ids: np.ndarray, key, started: float):
-        self.ids, self.key, self.started = ids, key, started
+    def __init__(self, ids: np.ndarray, key, started: float, keep_rows=None):
+        self.ids, self.key, self.started, self.keep_rows = ids, key, started, keep_rows
+        self.asked = len(ids)
 
 
 class Speculator:
-    """One generation's sources (the first whose offer the policy takes is used) and policy."""
+    """One generation's sources (the first whose offer the policy takes is used) and policy. cut: drops drafts whose
+    experts are not in memory; None: no draft is."""
 
-    def __init__(self, sources: list[DraftSource], policy):
-        self.sources, self.policy, self.stats = sources, policy, SpecStats(policy)
+    def __init__(self, sources: list[DraftSource], policy, cut: DraftCut | None = None):
+        self.sources, self.policy, self.cut, self.stats = sources, policy, cut, SpecStats(policy, cut)
         self._experts_used = 0
 
     def start(self, experts_used: int) -> None:
         """The prefill is over; the model's running count of distinct experts stands here."""
         self._experts_used = experts_used
+        if self.cut:
+            self.cut.start()
 
     def window(self, text: np.ndarray, room: int) -> Window:
         """text: int32 [n], all tokens so far; room: tokens that may still be emitted, >= 1."""
@@ -128,13 +137,20 @@ class Speculator:
             return Window(text[-1:], None, started)
         self.policy.use(rows)
         self.stats.draft_s += time.perf_counter() - started
-        return Window(np.array([text[-1], *drafts], np.int32), key, started)
+        keep_rows = None
+        if self.cut and drafts:
+            self.cut.begin(key, offer.chance)
+            keep_rows = self.cut.keep_rows
+        return Window(np.array([text[-1], *drafts], np.int32), key, started, keep_rows)
 
     def commit(self, window: Window, num_picked: int, experts_used: int = 0) -> None:
         """The window emitted num_picked tokens: its accepted drafts and the model's own next one. experts_used: the
         model's running count of distinct experts."""
         ms = (time.perf_counter() - window.started) * 1e3
-        rows, s = len(window.ids), self.stats
+        # A window that was cut short counts as one of the rows that were asked for: its time is what asking costs.
+        rows, s = window.asked, self.stats
+        if self.cut:
+            self.cut.end(window.key, rows, len(window.ids), num_picked - 1, ms)
         s.window_experts[rows] += experts_used - self._experts_used
         self._experts_used = experts_used
         s.windows[rows] += 1
@@ -142,9 +158,9 @@ class Speculator:
         if rows == 1:
             self.policy.record_plain(ms)
             return
-        drafts, accepted = rows - 1, num_picked - 1
-        self.policy.record(window.key, rows, accepted, ms)
-        for i in range(min(accepted + 1, drafts)):
+        drafts, accepted, verified = rows - 1, num_picked - 1, len(window.ids) - 1
+        self.policy.record(window.key, rows, accepted, ms, verified)
+        for i in range(min(accepted + 1, verified)):
             s.offered_at[i] += 1
             s.accepted_at[i] += i < accepted
         source = s.sources.setdefault(window.key[0], SourceStats())
@@ -170,9 +186,9 @@ class _Plain:
 PLAIN = _Plain()
 
 
-def make_speculator(spec, sources: list[DraftSource]):
-    """spec: rows of a window (0 and 1: plain decode) or "auto"."""
+def make_speculator(spec, sources: list[DraftSource], cut: DraftCut | None = None):
+    """spec: rows of a window (0 and 1: plain decode) or "auto"; cut: see Speculator."""
     rows = parse_spec(spec)
     if rows in (0, 1):
         return PLAIN
-    return Speculator(sources, AutoPolicy() if rows == "auto" else FixedPolicy(rows))
+    return Speculator(sources, AutoPolicy() if rows == "auto" else FixedPolicy(rows), cut)
