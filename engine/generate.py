@@ -153,7 +153,11 @@ class Generation:
                 sequence[position] = token
                 position += 1
                 self.token_ids.append(token)
-                yield token
+                try:
+                    yield token
+                except GeneratorExit:  # stopped within a window: what was accepted behind this token is not its text
+                    session.end(sequence, position - 1)
+                    raise
             if position == end:
                 self.finish_reason = self._limit
                 return

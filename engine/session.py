@@ -42,6 +42,11 @@ class Session:
         self._sequence = sequence
         return self.length
 
+    def end(self, sequence: np.ndarray, length: int) -> None:
+        """A run of `sequence` ends here: keep its first `length` tokens. Does nothing when another run has begun."""
+        if self._sequence is sequence:
+            self.length = self.kv.truncate(min(length, self.length))
+
     def restore(self, ids: np.ndarray) -> None:
         """Say that the cache now holds these tokens (its regions were filled from elsewhere)."""
         self.kv.restore(len(ids))
