@@ -4,6 +4,7 @@ The oracle is transformers (scripts/make_family_golden.py); the negative control
 must be noticed by the same comparison.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import latent_and_sink_models as models
@@ -16,6 +17,7 @@ from engine import runtime
 from engine.formats import FORMATS
 from engine.kernels import Context, Matrix, aligned_empty, ffi, lib
 from engine.layers import Buffer, Layers
+from engine.rope import RopeTable, Scaling
 from engine.sampler import SamplingParams
 from engine.weights import open_model
 
@@ -229,6 +231,16 @@ def other_pairing(model):
     model.rope.interleaved = not model.rope.interleaved
 
 
+def other_rope(change):
+    """change(spec) -> the spec that the model then rotates with."""
+
+    def apply(model):
+        model.rope = RopeTable(change(model.config.rope), model.rope.num_positions)
+
+    return apply
+
+
+UNSCALED = other_rope(lambda spec: _with(spec, scaling=Scaling()))
 NULL_CORRECTION = set_rules(correction=ffi.NULL)
 LATENT_RULES = {
     "scale of the scores": set_attention(c=lambda a: _with(a.c, attention_scale=a.c.attention_scale * 1.3)),
@@ -244,6 +256,11 @@ BROKEN = {
         "softmax before top-k": set_rules(score=lib.MOE_SOFTMAX_THEN_TOPK),
         "plain swiglu": set_experts(activation=lib.MOE_SWIGLU),
         "limit": set_experts(limit=7.0),
+        "no YaRN": UNSCALED,
+        "YaRN with whole borders": other_rope(lambda spec: _with(spec, scaling=_with(spec.scaling, truncate=True))),
+        "no factor of cos and sin": other_rope(
+            lambda spec: _with(spec, scaling=_with(spec.scaling, attention_scale=1.0))
+        ),
         "no router bias": without_bias("router_linear"),
         "no q k v bias": without_bias("qkv_proj"),
         "no o bias": without_bias("o_proj"),
@@ -263,6 +280,7 @@ BROKEN = {
         "more groups": set_rules(top_groups=3),
         "routed scale": set_rules(scale=1.0),
         "renormalised": set_rules(norm_topk_prob=1),
+        "no YaRN": UNSCALED,
         "q_a not normalised": set_attention(q_a_layernorm=lambda a: _ones(a.q_a_layernorm)),
         **LATENT_RULES,
     },
@@ -281,6 +299,7 @@ BROKEN = {
         "routed scale": set_rules(scale=1.0),
         "softmax": set_rules(score=lib.MOE_SOFTMAX_THEN_TOPK),
         "rope pairing": other_pairing,
+        "the whole head rotated": other_rope(lambda spec: _with(spec, rotary_dim=2 * spec.rotary_dim)),
         "no shared experts": without_shared_experts,
         "no q/k norm": set_attention(q_norm=None),
         "no q k v bias": without_bias("qkv_proj"),
@@ -293,8 +312,6 @@ BROKEN = {
 
 
 def _with(config, **fields):
-    from dataclasses import replace
-
     return replace(config, **fields)
 
 

@@ -6,8 +6,11 @@ import re
 
 import pytest
 from cli_program import run
+from click.testing import CliRunner
 
 import engine
+from engine.cli import cli
+from engine.errors import ConfigError
 from engine.kernels import Native, _compiled, lib
 from engine.profile import PHASES, Profiler, profile_report
 from engine.profile.page import page
@@ -150,9 +153,13 @@ def test_layers_on_request():
     assert "decode by layer" in done.stderr and re.search(r"^ +2 +\d", done.stderr, re.M)
 
 
-def test_a_profile_that_cannot_be_written_is_an_error(tmp_path):
-    done = run("generate", "In the", "-n", 2, "--profile-json", tmp_path / "no" / "p.json")
-    assert done.returncode == 2 and "error: --profile-json" in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize("option", ["--profile-json", "--profile-html", "--trace"])
+@pytest.mark.parametrize("path, why", [("no/p", "No such file"), ("", "Is a directory"), ("file/p", "Not a directory")])
+def test_a_profile_that_cannot_be_written_is_an_error_before_any_work(tmp_path, option, path, why):
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(cli, ["generate", "In the", "-n", "2", option, str(tmp_path / path)])
+    assert isinstance(done.exception, ConfigError) and done.stdout == ""
+    assert str(done.exception).startswith(f"{option} {tmp_path / path}: cannot be written: {why}")
 
 
 def test_unknown_options_are_errors():

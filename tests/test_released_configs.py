@@ -1,9 +1,14 @@
 """config.json as released: every key is known, its meaning read; what would change the mathematics is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from engine.errors import ConfigError
-from engine.models import family
+from engine.models import _decoder, family, known
+
+MODELS_MD = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 
 COMMON = {
     "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "bos_token_id": 0,
@@ -108,3 +113,16 @@ def test_meanings():
 def test_changed_mathematics_is_refused_by_name(name, change, message):
     with pytest.raises(ConfigError, match=message):
         family(name).Config.from_dict(CONFIGS[name] | change)
+
+
+def test_harmless_keys_are_listed_in_the_documentation():
+    text = re.search(r"\*\*Keys of config.json that change nothing\*\*(.*?)\n## ", MODELS_MD.read_text(), re.S)[1]
+    common, _, rows = text.partition("| family |")
+    assert set(re.findall(r"`(\w+)`", common)) == _decoder.HARMLESS
+    listed = {}
+    for names, keys in re.findall(r"^\| (`.*?) \| (.*?) \|$", rows, re.M):
+        found = set(re.findall(r"`(\w+)`", keys.partition("(")[0]))
+        listed |= dict.fromkeys(re.findall(r"`(\w+)`", names), found)
+    assert {name: family(name).HARMLESS - _decoder.HARMLESS for name in known()} == {
+        name: listed.get(name, set()) for name in known()
+    }

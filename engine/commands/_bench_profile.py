@@ -2,7 +2,8 @@
 
 import json
 
-from ._output import note, size, write_file
+from ._output import note
+from ._profile import write_profile
 
 
 class Profiling:
@@ -29,13 +30,10 @@ class Profiling:
                 by_layer = wanted["profile_layers"] and run.kind == "decode"
                 note(f"\n{run.title}:\n{format_report(run.report, by_layer, (run.kind,))}")
         if wanted["profile_json"]:
-            self._write("profile_json", json.dumps(combined(runs), indent=1) + "\n")
+            write_profile(wanted, "profile_json", json.dumps(combined(runs), indent=1) + "\n")
         if wanted["profile_html"]:
-            self._write("profile_html", document([section(run.report, run.profiler, run.title) for run in runs]))
+            write_profile(
+                wanted, "profile_html", document([section(run.report, run.profiler, run.title) for run in runs])
+            )
         if wanted["trace"]:
-            self._write("trace", json.dumps(combined_trace(runs)))
-
-    def _write(self, option: str, text: str) -> None:
-        path = self._wanted[option]
-        num_bytes = write_file(f"--{option.replace('_', '-')}", path, text)
-        note(f"{option.replace('_', ' ')}: {path}, {size(num_bytes)}")
+            write_profile(wanted, "trace", json.dumps(combined_trace(runs)))

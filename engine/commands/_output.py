@@ -1,10 +1,12 @@
 """Where output goes: stdout carries the product (text or JSON) and nothing else, stderr everything else."""
 
+import errno
 import json
 import math
 import os
 import sys
 import textwrap
+from pathlib import Path
 
 import click
 
@@ -54,6 +56,20 @@ def note(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
     except OSError:
         pass
+
+
+def require_writable(option: str, path: str) -> None:
+    """Refuse before any work a path that `write_file` could not write after it. Raises ConfigError."""
+    parent = Path(path).absolute().parent
+    if Path(path).is_dir():
+        why = errno.EISDIR
+    elif not parent.is_dir():
+        why = errno.ENOTDIR if parent.exists() else errno.ENOENT
+    elif not os.access(parent, os.W_OK):
+        why = errno.EACCES
+    else:
+        return
+    raise ConfigError(f"{option} {path}: cannot be written: {os.strerror(why)}")
 
 
 def write_file(option: str, path: str, text: str) -> int:

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 import click
 
-from ._output import note, size, write_file
+from ._output import note, require_writable, size, write_file
 
-NAMES = ("profile", "profile_layers", "profile_json", "profile_html", "trace")
+FILES = ("profile_json", "profile_html", "trace")
+NAMES = ("profile", "profile_layers", *FILES)
 
 
 def options(command):
@@ -25,8 +26,21 @@ def options(command):
 
 
 def take(options: dict) -> dict:
-    """Remove the options from a command's keywords, and return them."""
+    """Remove the options from a command's keywords, and return them. Raises ConfigError for a file nobody can write."""
+    for name in FILES:
+        if options[name] is not None:
+            require_writable(_flag(name), options[name])
     return {name: options.pop(name) for name in NAMES}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def write_profile(wanted: dict, name: str, text: str) -> None:
+    """Write the file that option `name` asks for, and say so. wanted: what `take` returned."""
+    num_bytes = write_file(_flag(name), wanted[name], text)
+    note(f"{name.replace('_', ' ')}: {wanted[name]}, {size(num_bytes)}")
 
 
 class Profiling:
@@ -62,17 +76,12 @@ class Profiling:
         if wanted["profile"] or wanted["profile_layers"]:
             note(format_report(report, wanted["profile_layers"]))
         if wanted["profile_json"]:
-            self._write("profile_json", json.dumps(report, indent=1) + "\n")
+            write_profile(wanted, "profile_json", json.dumps(report, indent=1) + "\n")
         if wanted["profile_html"]:
             from ..profile.page import page
 
-            self._write("profile_html", page(report, self._profiler))
+            write_profile(wanted, "profile_html", page(report, self._profiler))
         if wanted["trace"]:
             from ..profile.trace import chrome_trace
 
-            self._write("trace", json.dumps(chrome_trace(self._profiler)))
-
-    def _write(self, option: str, text: str) -> None:
-        path = self._wanted[option]
-        num_bytes = write_file(f"--{option.replace('_', '-')}", path, text)
-        note(f"{option.replace('_', ' ')}: {path}, {size(num_bytes)}")
+            write_profile(wanted, "trace", json.dumps(chrome_trace(self._profiler)))
