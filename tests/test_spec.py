@@ -188,6 +188,26 @@ def test_auto_comes_close_to_the_best_fixed_length(row_ms):
         assert rate(AutoPolicy(), chance) >= 0.95 * best, chance
 
 
+@pytest.mark.parametrize("slow", range(2, 9))
+@pytest.mark.parametrize("which", [0, 1, 5])
+def test_one_window_that_the_machine_held_up_decides_nothing(slow, which):
+    """The first, second or sixth window of a length takes ten times as long; 150 rounds make good for it."""
+    seen = [0] * 9
+
+    def ms(rows):
+        seen[rows] += 0.5  # simulate asks twice a round
+        return (1 + 0.1 * (rows - 1)) * (10 if rows == slow and int(seen[rows] - 0.5) == which else 1)
+
+    def rate(policy, ms):
+        total, tokens, used = simulate(policy, lambda i: True, 150, ms)
+        return tokens / total, used
+
+    found, used = rate(AutoPolicy(), ms)
+    assert used[-1] == 8 and used.count(1) < 10
+    best, _ = rate(FixedPolicy(8), lambda rows: 1 + 0.1 * (rows - 1))
+    assert found >= 0.75 * best
+
+
 def test_auto_returns_when_drafts_begin_to_hit():
     policy = AutoPolicy()
     _, turned, _ = simulate(policy, lambda i: False, 1000)

@@ -15,11 +15,15 @@ STARTING_LOSS_TOKENS = 2.0  # plain decode steps' worth of loss allowed before a
 MIN_GAIN = 1.03  # a gain below this is noise
 PLAIN_REFRESH = 256  # rounds after which plain decode is measured again
 MIN_PLAIN = 3  # plain steps before anything else: the first after a prefill is slow and must not be the yardstick
-MAX_CREDIT_TOKENS = 4.0  # a gain of the past pays for at most so many steps of loss
+MAX_CREDIT_TOKENS = 16.0  # a gain of the past pays for at most so many steps of loss
+MAX_CHARGE = 1.5  # a window costs the budget at most so many times what its length costs otherwise
 MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15
 PLAIN_UPDATE = 8  # plain steps after which their median is computed anew
-UNKNOWN_ROW = 1 / 3  # assumed cost of a second row before one was tried, in plain steps
+UNKNOWN_ROW = 1 / 3  # assumed cost of a further row before any was tried, in plain steps
+LINE_PRIOR = 4.0  # further rows' worth of measurements that this assumption weighs
+LENGTH_PRIOR = 4.0  # samples' worth that the line of all lengths weighs against one length's own
+STALE = 48  # rounds after which the samples of a length are not believed any more
 
 
 class FixedPolicy:
@@ -44,7 +48,7 @@ class FixedPolicy:
     def record_plain(self, ms: float) -> None:
         """Nothing to learn."""
 
-    def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int) -> None:
+    def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int, draft_ms: float = 0.0) -> None:
         """Nothing to learn."""
 
 
@@ -59,7 +63,9 @@ class AutoPolicy:
     def __init__(self, max_rows: int = MAX_ROWS):
         self._max_rows = max_rows
         self._samples: list[deque] = [deque(maxlen=SAMPLES) for _ in range(MAX_ROWS + 1)]
-        self._costs = [0.0] * (MAX_ROWS + 1)  # medians of the samples, filled in between; 0.0 until plain is known
+        self._medians = [0.0] * (MAX_ROWS + 1)  # of the samples
+        self._measured_at = [0] * (MAX_ROWS + 1)  # round of the latest sample
+        self._costs = [0.0] * (MAX_ROWS + 1)  # of windows by rows; 0.0 until anything is known
         self._acceptance: dict = {}
         self._elapsed = self._loss = 0.0
         self._rounds = self._since_plain = 0
@@ -70,25 +76,31 @@ class AutoPolicy:
     def max_rows(self) -> int:
         return self._max_rows
 
-    def _update_costs(self) -> None:
-        """Median milliseconds of a window by rows; between and beyond measured lengths, along a straight line."""
-        known = [(n, median(samples)) for n, samples in enumerate(self._samples) if samples]
-        (last, cost), later = known[0], known[1:]
-        self._costs[: last + 1] = [cost] * (last + 1)
-        for n, next_cost in later:
-            for between in range(last + 1, n + 1):
-                self._costs[between] = cost + (next_cost - cost) * (between - last) / (n - last)
-            last, cost = n, next_cost
-        # Rows more than were ever tried cost what the last ones did; without a window of two, an assumed share.
-        slope = (cost - self._costs[1]) / (last - 1) if last > 1 else UNKNOWN_ROW * cost
-        for n in range(last + 1, MAX_ROWS + 1):
-            self._costs[n] = cost + slope * (n - last)
-        # Lengths are not measured at the same time: a longer window that looks cheaper than a shorter one only shows
-        # that the machine was busy, and would make windows pay that never emit more than one token.
-        for n in range(MAX_ROWS - 1, 0, -1):
-            self._costs[n] = min(self._costs[n], self._costs[n + 1])
-        for n in range(2, MAX_ROWS + 1):
-            self._costs[n] = max(self._costs[n], self._costs[1] * (1 + MIN_ROW * (n - 1)))
+    def _update_costs(self, rows: int) -> None:
+        """The samples of windows of `rows` have changed: milliseconds of windows of every length.
+
+        A line through plain decode, and each length's median as far as there are samples to believe it: one slow window
+        says little, and a length that was found slow is not passed over for ever.
+        """
+        self._medians[rows] = median(self._samples[rows])
+        self._measured_at[rows] = self._rounds
+        plain = self._medians[1] or min(filter(None, self._medians))
+        # No window costs more than as many plain steps; one that took longer was held up.
+        known = [
+            (n, len(self._samples[n]), min(self._medians[n], n * plain))
+            for n in range(2, MAX_ROWS + 1)
+            if self._samples[n]
+        ]
+        fresh = [row for row in known if self._rounds - self._measured_at[row[0]] <= STALE]
+        extra, further_rows = LINE_PRIOR * UNKNOWN_ROW * plain, LINE_PRIOR
+        for n, count, ms in fresh or known:
+            extra += count * (ms - plain)
+            further_rows += count * (n - 1)
+        slope = max(extra / further_rows, MIN_ROW * plain)
+        self._costs = [plain + slope * max(n - 1, 0) for n in range(MAX_ROWS + 1)]
+        for n, count, ms in fresh or known:
+            cost = (count * ms + LENGTH_PRIOR * self._costs[n]) / (count + LENGTH_PRIOR)
+            self._costs[n] = max(cost, plain * (1 + MIN_ROW * (n - 1)))
 
     def _choose(self, key, count: int, ms_per_draft: float, chance: float) -> tuple[int, str]:
         if len(self._samples[1]) < MIN_PLAIN or self._since_plain >= PLAIN_REFRESH:
@@ -142,18 +154,20 @@ class AutoPolicy:
         self._elapsed += ms
         self._samples[1].append(ms)
         if self._rounds <= MIN_PLAIN or self._rounds % PLAIN_UPDATE == 0:
-            self._update_costs()
+            self._update_costs(1)
 
-    def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int) -> None:
-        """A window of rows >= 2 took `ms`, drafting included, and emitted num_accepted + 1 tokens; num_verified: of its
-        drafts, how many were not dropped on the way."""
+    def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int, draft_ms: float = 0.0) -> None:
+        """A window of rows >= 2 took `ms`, draft_ms of it for drafting, and emitted num_accepted + 1 tokens;
+        num_verified: of its drafts, how many were not dropped on the way."""
         self._rounds += 1
         self._since_plain += 1
         self._elapsed += ms
-        self._samples[rows].append(ms)
-        self._update_costs()
+        self._samples[rows].append(ms - draft_ms)  # other drafts cost something else: see ms_per_draft
+        self._update_costs(rows)
         if key in self._acceptance:
             self._acceptance[key].update(num_verified, num_accepted)
         if self._samples[1]:
             plain = self._costs[1]
-            self._loss = max(self._loss + ms - plain * (num_accepted + 1), -MAX_CREDIT_TOKENS * plain)
+            # Of a window that something else on the machine held up, only part is put down to its drafts.
+            charged = min(ms - draft_ms, MAX_CHARGE * self._costs[rows]) + draft_ms
+            self._loss = max(self._loss + charged - plain * (num_accepted + 1), -MAX_CREDIT_TOKENS * plain)

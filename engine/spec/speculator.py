@@ -98,10 +98,10 @@ class Window:
     """Rows to verify: ids int32 [R], row 0 = the last accepted token. Made by Speculator.window; whoever verifies fewer
     rows shortens ids. key: source and confidence; keep_rows: for the forward pass, see Decoder.forward."""
 
-    __slots__ = ("asked", "ids", "keep_rows", "key", "started")
+    __slots__ = ("asked", "draft_ms", "ids", "keep_rows", "key", "started")
 
-    def __init__(self, ids: np.ndarray, key, started: float, keep_rows=None):
-        self.ids, self.key, self.started, self.keep_rows = ids, key, started, keep_rows
+    def __init__(self, ids: np.ndarray, key, started: float, keep_rows=None, draft_s: float = 0.0):
+        self.ids, self.key, self.started, self.keep_rows, self.draft_ms = ids, key, started, keep_rows, draft_s * 1e3
         self.asked = len(ids)
 
 
@@ -136,12 +136,13 @@ class Speculator:
         if not rows:
             return Window(text[-1:], None, started)
         self.policy.use(rows)
-        self.stats.draft_s += time.perf_counter() - started
+        draft_s = time.perf_counter() - started
+        self.stats.draft_s += draft_s
         keep_rows = None
         if self.cut and drafts:
             self.cut.begin(key, offer.chance)
             keep_rows = self.cut.keep_rows
-        return Window(np.array([text[-1], *drafts], np.int32), key, started, keep_rows)
+        return Window(np.array([text[-1], *drafts], np.int32), key, started, keep_rows, draft_s)
 
     def commit(self, window: Window, num_picked: int, experts_used: int = 0) -> None:
         """The window emitted num_picked tokens: its accepted drafts and the model's own next one. experts_used: the
@@ -159,7 +160,7 @@ class Speculator:
             self.policy.record_plain(ms)
             return
         drafts, accepted, verified = rows - 1, num_picked - 1, len(window.ids) - 1
-        self.policy.record(window.key, rows, accepted, ms, verified)
+        self.policy.record(window.key, rows, accepted, ms, verified, window.draft_ms)
         for i in range(min(accepted + 1, verified)):
             s.offered_at[i] += 1
             s.accepted_at[i] += i < accepted

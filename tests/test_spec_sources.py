@@ -1,0 +1,133 @@
+"""A draft model's drafts are those of decoding it from the start, whatever it was asked before; who pays for them."""
+
+import time
+
+import numpy as np
+import pytest
+
+import engine
+from engine.runtime import SHIPPED_MODEL
+from engine.sampler import SamplingParams
+from engine.spec import AutoPolicy, FixedPolicy, Speculator
+from engine.spec.draft_model import ModelSource
+
+SAMPLERS = [SamplingParams(), SamplingParams(temperature=0.9, repeat_penalty=1.3, seed=4)]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return engine.load(threads=1, draft_model=SHIPPED_MODEL)
+
+
+def model_source(loaded, sampling=SAMPLERS[0], capacity=None):
+    return ModelSource(loaded.draft, sampling, loaded.model.config.vocab_size, capacity or loaded.max_context)
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS)
+def test_drafts_do_not_depend_on_what_was_drafted_before(loaded, sampling):
+    """Texts that go on, that take back drafts, and others: against plain decode of the draft model."""
+    source, random = model_source(loaded, sampling), np.random.default_rng(1)
+    text = random.integers(0, 4096, 30).tolist()
+    for turn in range(12):
+        ids = np.array(text, np.int32)
+        assert source.offer(ids, 5).count == 5
+        count = 1 + turn % 5
+        expected = loaded.draft.generate(text, max_tokens=count, sampling=sampling, ignore_eos=True)
+        drafts = source.draft(count)
+        assert list(expected.tokens()) == drafts
+        kept = turn % (count + 1)
+        text = [*text, *drafts[:kept], int(random.integers(0, 4096))] if turn != 7 else [*text[:12], 5, 6, 7]
+
+
+def test_no_drafts_beyond_the_context_of_either_model(loaded):
+    source = model_source(loaded, capacity=64)
+    sizes = [source.offer(np.zeros(n, np.int32), 7) for n in (10, 57, 60, 63, 64)]
+    assert [offer and offer.count for offer in sizes] == [7, 7, 4, 1, None]
+    assert len(source.draft(1)) == 1 and source.offer(np.zeros(63, np.int32), 1) and len(source.draft(1)) == 1
+
+
+def test_the_prompt_is_not_put_down_to_the_first_drafts(loaded):
+    source = model_source(loaded)
+    text = np.arange(2, 402, dtype=np.int32)
+    source.offer(text, 2)
+    source.draft(2)
+    assert source.ms_per_draft == 0.0
+    source.offer(text, 2)
+    source.draft(2)
+    assert source.ms_per_draft > 0.0
+
+
+def test_the_time_of_drafting_is_no_cost_of_the_window():
+    """Else it would count twice: once measured with the window, once as the source's ms_per_draft."""
+    policy = AutoPolicy()
+    for _ in range(40):
+        policy.record_plain(1.0)
+        policy.rows(("slow", 0), 3, 0.5, 0.5)
+        policy.record(("slow", 0), 4, 3, 1.3 + 3 * 0.5, 3, 3 * 0.5)
+    # 4 tokens for 1.3 + 1.5 ms; were drafting counted twice, it would be 4.3 ms, more than four plain steps.
+    assert policy.rows(("slow", 0), 3, 0.5, 0.5) == 4
+    assert policy.rows(("free", 0), 3, 0.0, 0.99) == 4
+
+
+def test_rows_that_are_dropped_leave_no_trace_in_the_cache():
+    loaded = engine.load(threads=1)
+    model, ids, dropped = loaded.model, np.arange(20, 28, dtype=np.int32), []
+
+    def keep(block, routing):
+        dropped.append(len(routing))
+        return 8 if len(dropped) == 1 else 3
+
+    kv, plain = loaded.new_kv(), loaded.new_kv()
+    logits = model.forward(ids, kv, 0, logits="all", keep_rows=keep).copy()
+    assert dropped == [8, 8, 3] and logits.shape[0] == 3 and kv.length == 3
+    np.testing.assert_array_equal(logits, model.forward(ids[:3], plain, 0, logits="all"))
+    assert [bytes(a) for a in kv.regions(3)] == [bytes(a) for a in plain.regions(3)]
+    assert len(model.forward(ids, loaded.new_kv(), 0, logits="all")) == 8  # and the next pass drops nothing
+
+
+def test_figures_of_windows_that_were_cut_short():
+    """Drafts that were dropped were not looked at: they count as drafted, not as refused."""
+
+    class Half:
+        windows = drafts = 0
+        start = begin = lambda self, *args: None
+        keep_rows = None
+
+        def end(self, key, asked, rows, num_accepted, ms):
+            self.windows, self.drafts = self.windows + 1, self.drafts + asked - rows
+
+    class Right:
+        name, ms_per_draft = "right", 0.0
+        offer = staticmethod(lambda text, limit: engine.spec.Offer(limit, 0))
+        draft = staticmethod(lambda count: [1] * count)
+
+    speculator = Speculator([Right()], FixedPolicy(6), Half())
+    speculator.start(0)
+    for kept, picked in ((3, 3), (6, 2), (1, 1)):
+        window = speculator.window(np.array([1, 1], np.int32), 9)
+        window.ids = window.ids[:kept]
+        speculator.commit(window, picked, 0)
+    found = speculator.stats.report()
+    assert found["acceptance_by_position"][:3] == [1.0, 0.5, None] and found["windows"] == {6: 3}
+    assert (found["drafted"], found["accepted"], found["cut_windows"], found["cut_drafts"]) == (15, 3, 3, 8)
+
+
+def test_the_time_of_drafting_is_told_to_the_policy():
+    told = []
+
+    class Listening(FixedPolicy):
+        def record(self, key, rows, num_accepted, ms, num_verified, draft_ms=0.0):
+            told.append((ms, draft_ms))
+
+    class Slow:
+        name, ms_per_draft = "slow", 0.0
+        offer = staticmethod(lambda text, limit: engine.spec.Offer(limit, 0))
+
+        @staticmethod
+        def draft(count):
+            time.sleep(0.002)
+            return [1] * count
+
+    speculator = Speculator([Slow()], Listening(3))
+    speculator.commit(speculator.window(np.array([1, 1], np.int32), 9), 1)
+    assert told[0][0] >= told[0][1] >= 2.0
