@@ -147,14 +147,16 @@ def measure_file(path: Path, sizes=REQUEST_BYTES, depths=DEPTHS, seconds: float 
     try:
         if mode == "direct":  # pages in the page cache must be written back or given up before every direct read
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        size, started = os.fstat(descriptor).st_size, time.perf_counter()
+        size, started, left_out = os.fstat(descriptor).st_size, time.perf_counter(), []
         for request, depth in ((request, depth) for depth in depths for request in sizes):
             if size < request or time.perf_counter() - started > seconds:
-                report.notes.append(f"{request >> 10} KiB x {depth} left out: the file or the time is too short")
+                left_out.append(f"{request >> 10} KiB x {depth}")
                 continue
             requests = [(offset, request) for offset in range(0, size - request + 1, request)]
             speed = _measure(descriptor, mode, requests, depth, SECONDS_EACH)
             report.speeds.append(DiskSpeed(request, depth, speed))
+        if left_out:
+            report.notes.append(f"left out, for the file or the time is too short: {', '.join(left_out)}")
     finally:
         os.close(descriptor)
     return report

@@ -50,7 +50,7 @@ def thread_placement(root: str | Path = "/", affinity: set[int] | None = None) -
     smt = "on" if plan.num_allowed > len(plan.cpus) else "off or not visible"
     quota = "no CPU quota" if tightest is None else f"quota {tightest:g} CPUs"
     found = (
-        f"{plan.count} on {len(plan.cpus)} physical cores (CPU {cpu_list(plan.cpus)}), SMT {smt}, "
+        f"{plan.count} thread{'s' * (plan.count > 1)} on {len(plan.cpus)} physical cores (CPU {cpu_list(plan.cpus)}), SMT {smt}, "
         f"affinity {plan.num_allowed} of {plan.num_online} CPUs, {quota}"
     )
     todo, ok = "", True
@@ -122,7 +122,7 @@ def _describe_disk(report: DiskReport) -> str:
         name = f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB"
         parts.append(name + " " + "/".join(f"{by_depth[depth]:.2f}" for depth in sorted(by_depth)))
     depths = "/".join(str(depth) for depth in dict.fromkeys(speed.depth for speed in report.speeds))
-    text = f"{report.mode} reads, GB/s at depth {depths}: {', '.join(parts)} ({report.path})"
+    text = f"{report.mode} reads, GB/s with {depths} at a time: {', '.join(parts)} ({report.path})"
     return "; ".join([text, *report.notes])
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -125,11 +126,15 @@ def wrap(text: str, width: int = 100) -> str:
     )
 
 
+def _is_figure(cell) -> bool:
+    return isinstance(cell, int | float) or re.fullmatch(r"-?\d+(\.\d+)?", str(cell)) is not None
+
+
 def table(rows: list[tuple], header: tuple) -> str:
     """Columns padded to their widest cell; numbers to the right."""
     cells = [tuple(map(str, row)) for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    right = [all(isinstance(row[i], int | float) for row in rows) and bool(rows) for i in range(len(header))]
+    right = [bool(rows) and all(_is_figure(row[i]) for row in rows) for i in range(len(header))]
     lines = []
     for row in cells:
         padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from ..errors import ConfigError
 from . import _bench_profile, _options, _profile
-from ._output import note, read_text_file, write, write_file, write_json
+from ._output import note, read_text_file, table, write, write_file, write_json
 
 
 class Numbers(click.ParamType):
@@ -43,11 +43,12 @@ def _compare(paths, as_json: bool) -> int:
     if as_json:
         write_json({"rows": rows, "slower": worse})
     else:
-        for r in rows:
-            write(
-                f"{r['test']:20} {r['arm']:24} {r['before']:10.2f} -> {r['after']:10.2f} tok/s  {r['ratio']:.3f} "
-                f"(noise {r['noise']:.3f})  {r['verdict']}\n"
-            )
+        found = [
+            (r["test"], r["arm"], *(f"{r[key]:.2f}" for key in ("before", "after")),
+             *(f"{r[key]:.3f}" for key in ("ratio", "noise")), r["verdict"])
+            for r in rows
+        ]  # fmt: skip
+        write(table(found, ("test", "arm", "before, tok/s", "after, tok/s", "ratio", "noise", "verdict")) + "\n")
     return 1 if worse else 0
 
 
