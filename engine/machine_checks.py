@@ -50,8 +50,8 @@ def thread_placement(root: str | Path = "/", affinity: set[int] | None = None) -
     smt = "on" if plan.num_allowed > len(plan.cpus) else "off or not visible"
     quota = "no CPU quota" if tightest is None else f"quota {tightest:g} CPUs"
     found = (
-        f"{plan.count} thread{'s' * (plan.count > 1)} on {len(plan.cpus)} physical cores (CPU {cpu_list(plan.cpus)}), SMT {smt}, "
-        f"affinity {plan.num_allowed} of {plan.num_online} CPUs, {quota}"
+        f"{plan.count} thread{'s' * (plan.count > 1)} on {len(plan.cpus)} physical cores (CPU {cpu_list(plan.cpus)}), "
+        f"SMT {smt}, affinity {plan.num_allowed} of {plan.num_online} CPUs, {quota}"
     )
     todo, ok = "", True
     if tightest is not None and tightest < 1:
