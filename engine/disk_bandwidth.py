@@ -1,6 +1,8 @@
 """Measured read bandwidth of a disk, by size of a request and number of requests under way."""
 
+import collections
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -87,26 +89,58 @@ def _open(path: Path) -> tuple[int, str, str | None]:
     return os.open(path, flags), "buffered", note
 
 
-def _measure(descriptor: int, mode: str, requests: list[tuple[int, int]], depth: int, seconds: float) -> float:
-    """GB/s of reads of (offset, bytes) in shuffled order by `depth` threads (a read releases the interpreter lock)."""
-    requests = list(requests)
-    random.Random(len(requests) + depth).shuffle(requests)
-    largest = max(nbytes for _, nbytes in requests)
+class _Bursts:
+    """Requests as workers take them: one burst after the other, each begun when all have finished the one before."""
+
+    def __init__(self, bursts: list[list[tuple[int, int]]], depth: int, seconds: float):
+        self._bursts, self._seconds, self._depth = itertools.cycle(bursts), seconds, depth
+        self._left: collections.deque = collections.deque()
+        self.barrier, self.finished = threading.Barrier(depth, self._refill), False
+        self._taken, self._started = 0, time.perf_counter()
+
+    def _time_is_up(self) -> bool:
+        return self._taken >= self._depth and time.perf_counter() - self._started >= self._seconds
+
+    def _refill(self) -> None:
+        self.finished = self._time_is_up()
+        self._left = collections.deque(next(self._bursts))
+
+    def take(self) -> tuple[int, int] | None:
+        """A request of this burst, None when it has no more or the time is up."""
+        if self._time_is_up():
+            return None
+        try:
+            request = self._left.popleft()
+        except IndexError:
+            return None
+        self._taken += 1
+        return request
+
+
+def _measure(descriptor: int, mode: str, bursts: list[list[tuple[int, int]]], depth: int, seconds: float) -> float:
+    """GB/s of reads of (offset, bytes) by `depth` threads (a read releases the interpreter lock)."""
+    largest = max(nbytes for burst in bursts for _, nbytes in burst)
     buffers = [mmap.mmap(-1, largest) for _ in range(depth)]
     done, errors = [0] * depth, []
-    started = time.perf_counter()
+    work, started = _Bursts(bursts, depth, seconds), time.perf_counter()
 
     def read(worker: int) -> None:
-        turn, block = worker, memoryview(buffers[worker])
+        block = memoryview(buffers[worker])
         try:
-            while not turn >= depth or time.perf_counter() - started < seconds:
-                offset, nbytes = requests[turn % len(requests)]
-                if mode == "buffered":
-                    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
-                done[worker] += os.preadv(descriptor, [block[:nbytes]], offset)
-                turn += depth
+            while True:
+                work.barrier.wait()
+                if work.finished:
+                    return
+                while request := work.take():
+                    offset, nbytes = request
+                    if mode == "buffered":
+                        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+                    done[worker] += os.preadv(descriptor, [block[:nbytes]], offset)
+        except threading.BrokenBarrierError:
+            return
         except OSError as error:
             errors.append(error)
+            work.barrier.abort()
 
     threads = [threading.Thread(target=read, args=(worker,)) for worker in range(depth)]
     for thread in threads:
@@ -119,25 +153,30 @@ def _measure(descriptor: int, mode: str, requests: list[tuple[int, int]], depth:
     return sum(done) / elapsed / 1e9
 
 
-def measure_ranges(
-    path: Path, ranges: list[tuple[int, int]], largest: int, depth: int, seconds: float
+def _pages_of(offset: int, nbytes: int, largest: int) -> list[tuple[int, int]]:
+    """Requests for the whole pages of a range, in pieces of about `largest` bytes: no small rest."""
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    found = []
+    while start < end:
+        length = end - start if end - start <= largest + largest // 4 else largest
+        found.append((start, length))
+        start += length
+    return found
+
+
+def measure_bursts(
+    path: Path, bursts: list[list[tuple[int, int]]], largest: int, depth: int, seconds: float
 ) -> tuple[str, DiskSpeed]:
-    """(mode, speed) of reads of ranges (offset, bytes) of a file as the streamer does them: whole pages, in pieces of
-    about `largest` bytes, `depth` at a time. Raises OSError when a read fails."""
-    requests = []
-    for offset, nbytes in ranges:
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        while start < end:
-            length = end - start if end - start <= largest + largest // 4 else largest  # no small rest
-            requests.append((start, length))
-            start += length
+    """(mode, speed) of reads as the streamer does them: the ranges (offset, bytes) of a burst are asked for together,
+    `depth` requests at a time, the next burst when all have arrived. Raises OSError when a read fails."""
+    requests = [[request for at in burst for request in _pages_of(*at, largest)] for burst in bursts]
     descriptor, mode, _ = _open(path)
     try:
         speed = _measure(descriptor, mode, requests, depth, seconds)
     finally:
         os.close(descriptor)
-    return mode, DiskSpeed(max(nbytes for _, nbytes in requests), depth, speed)
+    return mode, DiskSpeed(max(nbytes for burst in requests for _, nbytes in burst), depth, speed)
 
 
 def measure_file(path: Path, sizes=REQUEST_BYTES, depths=DEPTHS, seconds: float = SECONDS_IN_ALL) -> DiskReport:
@@ -153,7 +192,8 @@ def measure_file(path: Path, sizes=REQUEST_BYTES, depths=DEPTHS, seconds: float 
                 left_out.append(f"{request >> 10} KiB x {depth}")
                 continue
             requests = [(offset, request) for offset in range(0, size - request + 1, request)]
-            speed = _measure(descriptor, mode, requests, depth, SECONDS_EACH)
+            random.Random(request + depth).shuffle(requests)
+            speed = _measure(descriptor, mode, [requests], depth, SECONDS_EACH)
             report.speeds.append(DiskSpeed(request, depth, speed))
         if left_out:
             report.notes.append(f"left out, for the file or the time is too short: {', '.join(left_out)}")

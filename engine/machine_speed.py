@@ -9,7 +9,7 @@ import numpy as np
 
 from .bandwidth import memory_bandwidth
 from .bench import fixed_ids
-from .disk_bandwidth import DiskSpeed, measure_ranges
+from .disk_bandwidth import DiskSpeed, measure_bursts
 from .kernels import Context
 from .models import family
 from .synthetic import SyntheticLoader
@@ -17,6 +17,7 @@ from .synthetic import SyntheticLoader
 STEP_SECONDS = 1.5  # about how long decode steps are repeated
 DISK_SECONDS = 1.0
 MAX_STEPS, MIN_STEPS, MAX_PROMPTS, MAX_WINDOWS = 64, 3, 9, 6
+CALL_STEPS = 96  # of a layer call's costs when experts are streamed
 READ_BYTES = 1 << 20  # readers take larger pieces in parts of this size
 
 
@@ -106,9 +107,40 @@ def recode_gb_s(context: Context, record) -> float:
                                 for _ in range(5)) / 1e9  # fmt: skip
 
 
-def disk_speed(path, ranges: list[tuple[int, int]], depth: int) -> tuple[str, DiskSpeed]:
-    """("direct" or "buffered", speed) of a moment's reads of ranges (offset, bytes) of a file, as a streamer reads."""
-    return measure_ranges(path, ranges, READ_BYTES, depth, DISK_SECONDS)
+def disk_speed(path, bursts: list[list[tuple[int, int]]], depth: int) -> tuple[str, DiskSpeed]:
+    """("direct" or "buffered", speed) of a moment's reads of a file, burst after burst, as a streamer reads."""
+    return measure_bursts(path, bursts, READ_BYTES, depth, DISK_SECONDS)
 
 
-__all__ = ["DiskSpeed", "ModelSpeed", "disk_speed", "loop_seconds", "memory_bandwidth", "model_speed", "recode_gb_s"]
+def stream_call_seconds(options) -> tuple[float, float]:
+    """(seconds that a layer call takes longer when its experts are in a cache, seconds more when some are missing and
+    have arrived): Python and hand-over between threads, measured on the shipped model, waiting left out."""
+    from .runtime import load
+
+    chosen = {name: getattr(options, name) for name in ("threads", "isa", "readers", "io")}
+    resident = load(**chosen)
+    layers, experts = len(resident.model.blocks), resident.model.config.num_experts
+    cached = load(**chosen, expert_slots=layers * experts)
+    half = load(**chosen, expert_slots=layers * experts // 2)
+    plain, hits = (statistics.median(seconds for seconds, _ in _steps(engine)) for engine in (resident, cached))
+    missing = [(seconds - hits) / calls for seconds, calls in _steps(half) if calls]
+    return max(0.0, hits - plain) / layers, max(0.0, statistics.median(missing) if missing else 0.0)
+
+
+def _steps(engine) -> list[tuple[float, int]]:
+    """(seconds without waits for the disk, layer calls that missed an expert) of decode steps on given tokens."""
+    from .generate import decode_step
+
+    kv, ids, found = engine.new_kv(CALL_STEPS), fixed_ids(CALL_STEPS, engine.model.config.vocab_size), []
+    stats = engine.stream.stats if engine.stream else lambda: {"wait_s": 0.0, "miss_calls": 0}
+    for at in range(CALL_STEPS):
+        before = stats()
+        seconds = _timed(lambda at=at: decode_step(engine.model, kv, ids[at : at + 1], at))
+        after = stats()
+        waited = after["wait_s"] - before["wait_s"]
+        found.append((seconds - waited, after["miss_calls"] - before["miss_calls"]))
+    return found[CALL_STEPS // 4 :]  # experts of the first steps come for the first time
+
+
+__all__ = ["DiskSpeed", "ModelSpeed", "disk_speed", "loop_seconds", "memory_bandwidth", "model_speed", "recode_gb_s",
+           "stream_call_seconds"]  # fmt: skip

@@ -5,7 +5,10 @@ arithmetic on measured figures and has no other source, so that it can be tested
 headers nor measurements say is an assumption, and listed.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from . import memory
 from .errors import ConfigError
@@ -16,6 +19,7 @@ from .experts.stream import plan_experts
 from .hardware import last_cache_bytes
 from .inspect import bytes_per_token, roles_of
 
+MAX_BURSTS_PER_LAYER = 16  # reads of a layer's missing experts, to measure a disk with
 PREFILL_BLOCK = 512  # tokens of one forward call, as engine.runtime has it
 
 
@@ -93,12 +97,13 @@ def expected_hits(files, num_slots: int, num_experts: int, demand: int) -> tuple
 
 def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: int, miss_share: float,
             expert_bytes: float, disk_mb_s: float | None, recode_gb_s: float | None, experts_per_layer: int,
-            prompt: int, block: int = PREFILL_BLOCK) -> dict:  # fmt: skip
+            prompt: int, block: int = PREFILL_BLOCK, calls_s: tuple[float, float] = (0.0, 0.0)) -> dict:  # fmt: skip
     """Tokens per second of decode and prefill.
 
     speed: a machine_speed.ModelSpeed. expert_share: part of a step's time that experts take. demand: experts of a
     token; miss_share: part of them that must be read; layers: with experts. A layer's reads run beside the products of
-    the experts that are there, so the longer of the two counts; re-coding takes processor time from both.
+    the experts that are there, so the longer of the two counts; re-coding takes processor time from both. calls_s: what
+    a layer call from a cache takes longer, and what one takes longer again in which something is missing.
     """
     step, prefill = speed.step_s, speed.prefill_s
     misses = demand * miss_share
@@ -110,6 +115,8 @@ def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: i
         experts_s = step * expert_share + recode
         step = step * (1 - expert_share) + max(experts_s, read)
         top, blocks = demand / layers, -(-prompt // block)
+        missing_calls = layers * (1 - (1 - miss_share) ** top)
+        step += layers * calls_s[0] + missing_calls * calls_s[1]
         used = experts_per_layer * (1 - (1 - top / experts_per_layer) ** min(prompt, block))
         prefill_bytes = blocks * layers * used * miss_share * expert_bytes
         prefill_read = prefill_bytes / bandwidth
@@ -155,14 +162,16 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
     hit_rate, hit_source = expected_hits(files, slots, num_experts, demand) if layers else (1.0, "no routed experts")
     nbytes = sum(group["nbytes"] for role, group in counted["roles"].items() if role in memory.EXPERT_ROLES)
     expert_bytes = nbytes / num_experts if num_experts else 0.0
-    disk = recode = None
+    disk, recode, calls_s = None, None, (0.0, 0.0)
     recoded = [r for r in files.tensors.values() if r.role in memory.EXPERT_ROLES and r.layout is None]
     if recoded and not choice.layout.compact and choice.layout.name != "stored":
         recode = measure.recode_gb_s(context, recoded[0])
     if choice.streams:
         if options.readers is None:
             assumptions.append(f"{DEFAULT_READERS} readers")
-        disk = _disk(files, places, options, disk_mb_s, measure, assumptions)
+        misses = demand * (1 - hit_rate) / layers
+        disk = _disk(files, places, options, disk_mb_s, misses, measure, assumptions)
+        calls_s = measure.stream_call_seconds(options)
     elif disk_mb_s is not None:
         raise ConfigError("--disk: nothing is streamed, so it does nothing; leave it out")
     if recode and not choice.streams:
@@ -187,7 +196,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         expert_share=per_token["active_experts"] / max(per_token["total"], 1), demand=demand,
         miss_share=1 - hit_rate if choice.streams else 0.0, expert_bytes=expert_bytes,
         disk_mb_s=disk["mb_s"] if disk else None, recode_gb_s=recode, experts_per_layer=max(config.num_experts, 1),
-        prompt=prompt,
+        prompt=prompt, calls_s=calls_s,
     )  # fmt: skip
     spec = None
     if window > 1:
@@ -224,6 +233,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         "memory_gb_s": measure.memory_bandwidth(context),
         "disk": disk,
         "recode_gb_s": recode,
+        "stream_call_s": {"cached": calls_s[0], "missing": calls_s[1]},
         "prompt_tokens": prompt,
         "prediction": figures,
         "spec": spec,
@@ -235,7 +245,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
 def _pool_bytes() -> int:
     """Memory for random weights: so much more than the last cache that steps find little of each other in it, at most
     a quarter of what is free."""
-    wanted = max(1 << 30, 8 * last_cache_bytes())
+    wanted = max(1 << 30, 4 * last_cache_bytes())
     return min(wanted, memory.make_budget(None).total_bytes // 4)
 
 
@@ -248,18 +258,28 @@ def _verdict(streams: bool, figures: dict) -> str:
     return f"{how} about {speeds}"
 
 
-def _disk(files, places, options, given: float | None, measure, assumptions: list[str]) -> dict:
+def _disk(files, places, options, given: float | None, misses: float, measure, assumptions: list[str]) -> dict:
+    """Figures of the disk. misses: of a layer call, which are read together."""
     readers = options.readers or DEFAULT_READERS
     if given is not None:
         assumptions.append(f"disk {given:g} MB/s, as given")
         return {"mb_s": given, "measured": False}
     if files.kind == "plan":
         raise ConfigError("the model would stream, and there is no file to measure the disk on; give --disk MB/S")
-    first = places.file_names[0]
-    pieces = [places.table[key].pieces[n] for key in places.keys for n in range(places.table[key].num_pieces)]
-    ranges = [(piece.offset, piece.nbytes) for piece in pieces if piece.file == 0]
-    mode, found = measure.disk_speed(files.path_of(first), ranges, readers)
+    rng, size = np.random.default_rng(), max(1, round(misses))
+    first = places.table[places.keys[0]].pieces[0].file
+    layers = defaultdict(list)
+    for key in places.keys:
+        pieces = [places.table[key].pieces[n] for n in range(places.table[key].num_pieces)]
+        if all(piece.file == first for piece in pieces):
+            layers[key // places.num_experts].append([(piece.offset, piece.nbytes) for piece in pieces])
+    bursts = []
+    for experts in list(layers.values()) * MAX_BURSTS_PER_LAYER:
+        chosen = rng.choice(len(experts), min(size, len(experts)), replace=False)
+        bursts.append([piece for n in sorted(chosen) for piece in experts[n]])
+    rng.shuffle(bursts)
+    mode, found = measure.disk_speed(files.path_of(places.file_names[first]), bursts, readers)
     if mode == "buffered":
         assumptions.append("the file system refuses direct reads: the page cache may have a part in the disk's figure")
-    figures = {"request_bytes": found.request_bytes, "depth": found.depth, "mode": mode}
+    figures = {"request_bytes": found.request_bytes, "depth": found.depth, "burst": size, "mode": mode}
     return {"mb_s": found.gb_per_s * 1e3, "measured": True, **figures}

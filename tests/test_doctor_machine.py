@@ -137,22 +137,28 @@ def test_disk_falls_back_to_buffered_reads_with_a_note(tmp_path, monkeypatch):
     assert "direct reads" in check.todo
 
 
-def test_ranges_are_read_in_whole_pages_and_pieces(tmp_path, monkeypatch):
-    """What a plan measures: every page of the ranges once in a round, no request longer than the streamer's."""
+def test_bursts_are_read_one_after_the_other_in_whole_pages(tmp_path, monkeypatch):
+    """What a plan measures: the pages of each burst's ranges, no request much longer than the streamer's, and none of
+    a burst before all of the one before have ended."""
     file = tmp_path / "model.bin"
     file.write_bytes(os.urandom(1 << 20))
-    reads, real = [], os.preadv
+    log, real = [], os.preadv
 
     def preadv(descriptor, buffers, offset):
-        reads.append((offset, len(buffers[0])))
-        return real(descriptor, buffers, offset)
+        log.append(("begin", offset, len(buffers[0])))
+        done = real(descriptor, buffers, offset)
+        log.append(("end", offset, len(buffers[0])))
+        return done
 
     monkeypatch.setattr(disk_bandwidth.os, "preadv", preadv)
-    ranges = [(100, 4000), (8192, 36000), (61440, 10000)]
-    _, speed = disk_bandwidth.measure_ranges(file, ranges, 16384, 2, 0.02)
-    assert {read for read in reads if read != (0, 4096)} == {  # that one asks whether direct reads work
-        (0, 8192), (8192, 16384), (24576, 20480), (61440, 12288)
-    }  # fmt: skip
+    bursts = [[(100, 4000), (8192, 36000)], [(61440, 10000)]]
+    _, speed = disk_bandwidth.measure_bursts(file, bursts, 16384, 2, 0.02)
+    first, second = [(0, 8192), (8192, 16384), (24576, 20480)], [(61440, 12288)]
+    reads = [(what, at) for what, *at in log if at != [0, 4096]]  # that one asks whether direct reads work
+    for burst in (first, second, first):
+        some, reads = reads[: 2 * len(burst)], reads[2 * len(burst) :]
+        assert sorted(tuple(at) for what, at in some if what == "begin") == burst
+        assert sorted(tuple(at) for what, at in some if what == "end") == burst
     assert (speed.request_bytes, speed.depth) == (20480, 2)
     assert speed.gb_per_s > 0
 
@@ -196,7 +202,7 @@ def test_command_prints_one_line_each_and_the_same_as_json(tmp_path, monkeypatch
 
 
 def test_command_fails_when_the_disk_does(tmp_path, monkeypatch):
-    def broken(descriptor, mode, requests, depth, seconds):
+    def broken(descriptor, mode, bursts, depth, seconds):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "model.bin")
 
     file = tmp_path / "model.bin"
