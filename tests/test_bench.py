@@ -111,6 +111,8 @@ def test_command_line(tmp_path):
         (("--against", "llama.cpp"), ".gguf file"),
         (("--peer-python", sys.executable), "without --against"),
         (("--compare", "/nowhere/a", "/nowhere/b"), "cannot be read"),
+        (("--save", "/nowhere/a.json"), "cannot be written"),
+        (("--profile-json", "/nowhere/a.json"), "cannot be written"),
     ],
 )
 def test_refusals(options, text):

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from ..errors import ConfigError
 from . import _bench_profile, _options, _profile
-from ._output import note, read_text_file, table, write, write_file, write_json
+from ._output import note, read_text_file, require_writable, table, write, write_file, write_json
 
 
 class Numbers(click.ParamType):
@@ -96,6 +96,9 @@ def bench(click_context, model_argument, compare, as_json, **options):
         click_context.exit(_compare(compare, as_json))
     from .. import bench as measuring
 
+    for option, name in (("--save", "save"), ("--csv", "csv_file"), ("--markdown", "markdown")):
+        if options[name] is not None:
+            require_writable(option, options[name])
     tests = [measuring.Test("prefill", n) for n in options["prefill"] if n]
     tests += [measuring.Test("decode", n, d) for n in options["decode"] if n for d in options["depth"]]
     if not tests:
