@@ -176,7 +176,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         raise ConfigError("--disk: nothing is streamed, so it does nothing; leave it out")
     if recode and not choice.streams:
         assumptions.append(
-            f"the first use of an expert re-codes it once ({nbytes / recode / 1e9:.1f} s for all); speeds are without"
+            f"using an expert again re-codes it once ({nbytes / recode / 1e9:.1f} s for all); speeds are without"
         )
     speed = measure.model_speed(
         files, context, choice.layout.compact, prompt=prompt, max_tokens=min(PREFILL_BLOCK, choice.positions),

@@ -21,6 +21,7 @@ from snapshot_tools import run_cli
 from test_models import GOLDEN_DIR, largest_error
 
 from engine.errors import ConfigError
+from engine.experts.fitting import lock_everything
 from engine.formats import FORMATS
 from engine.generate import decode_step
 from engine.kernels import Context
@@ -200,7 +201,7 @@ def first_logits(files, compact, tokens=5):
     model = family(files.architecture).Model(files.config, loader, context, 64, 64)
     kv = model.new_kv(64)
     rows = [model.forward(np.arange(tokens, dtype=np.int32), kv, 0, logits="all").copy()]
-    rows.append(model.forward(np.array([9], np.int32), kv, tokens).copy())
+    rows += [model.forward(np.array([9], np.int32), kv, tokens + i).copy() for i in range(3)]
     return loader, np.concatenate(rows)
 
 
@@ -215,7 +216,8 @@ def test_fast_and_compact_experts_give_the_same_bits(tmp_path, kind):
     assert (fast.recoder is None) == (kind == Type.F16)  # float rows are what kernels read: nothing to re-code
 
 
-def test_experts_are_recoded_when_first_used(tmp_path):
+def test_experts_are_recoded_when_they_are_used_again(tmp_path):
+    """The first use re-codes strips on the way, the second for good; lock_everything does not wait for either."""
     path = tmp_path / "m.gguf"
     gguf_models.write_gguf(path, "mha_base", {"ffn": Type.Q4_0})
     files, context = open_model(path), Context()
@@ -225,14 +227,21 @@ def test_experts_are_recoded_when_first_used(tmp_path):
     loader.recoder.progress = lambda *now: calls.append(now)
     expert_bytes = sum(files.record(f"layers.0.mlp.experts.0.{p}_proj").nbytes for p in ("gate", "up", "down"))
     assert loader.recoder.done_bytes == 0 and loader.recoder.total_bytes == 16 * expert_bytes
-    model.forward(np.array([3], np.int32), model.new_kv(8), 0)
+    once = model.forward(np.array([3], np.int32), model.new_kv(8), 0).copy()
+    assert loader.recoder.done_bytes == 0
+    twice = model.forward(np.array([3], np.int32), model.new_kv(8), 0).copy()
     assert loader.recoder.done_bytes == 2 * 2 * expert_bytes  # two of eight experts in each of two layers
     assert [done for done, _, _ in calls] == [expert_bytes * i for i in range(1, 5)]
-    model.forward(np.arange(64, dtype=np.int32), model.new_kv(64), 0)
+    np.testing.assert_array_equal(once, twice)
+    for _ in range(2):
+        model.forward(np.arange(64, dtype=np.int32), model.new_kv(64), 0)
     assert loader.recoder.done_bytes <= loader.recoder.total_bytes
     before = loader.recoder.done_bytes
     model.forward(np.arange(64, dtype=np.int32), model.new_kv(64), 0)
     assert loader.recoder.done_bytes == before
+    np.testing.assert_array_equal(model.forward(np.array([3], np.int32), model.new_kv(8), 0), once)
+    lock_everything(model)
+    assert loader.recoder.done_bytes == loader.recoder.total_bytes
 
 
 def test_generate_tells_what_was_recoded(tmp_path):
@@ -286,7 +295,11 @@ def test_pages_of_the_file_are_given_back(tmp_path):
     config = tiny_models.hf_config("mha_base") | {"intermediate_size": 2048, "num_hidden_layers": 1}
     gguf_models.write_gguf(path, config, {"ffn": Type.Q8_0}, seed=1)
     files = open_model(path)
-    loader, _ = first_logits(files, False, tokens=32)
+    context = Context()
+    loader = WeightLoader(files, context)
+    model = family(files.architecture).Model(files.config, loader, context, 64, 64)
+    for _ in range(2):
+        model.forward(np.arange(32, dtype=np.int32), model.new_kv(64), 0)
     assert loader.recoder.done_bytes == loader.recoder.total_bytes > 3 << 20
     assert mapped_bytes(path) < loader.recoder.total_bytes // 4
     files.read("layers.0.mlp.experts.1.up_proj").sum()

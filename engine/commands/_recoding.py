@@ -1,4 +1,4 @@
-"""What the command line says about experts that are re-coded when they are first used."""
+"""What the command line says about experts that are re-coded as they are used."""
 
 import time
 

@@ -1,7 +1,10 @@
-"""Experts that are re-coded when a token first asks for them: a model is ready at once, and memory holds what is used.
+"""Experts that are re-coded as they are used: a model is ready at once, and memory holds what is used.
 
-The source is the storage rows of a mapped file. After an expert is re-coded its pages of the file are given back, so
-that a model in memory takes its fast copy and not both. Knows nothing of containers beyond `files.read` and `release`.
+The source is the storage rows of a mapped file. The first call that wants an expert re-codes it strip by strip on the
+way, as compact experts always do; the second call re-codes it for good. So the first token waits for no memory of the
+engine's own, the dearest part of re-coding, and an expert that is wanted once never takes any. After an expert is
+re-coded its pages of the file are given back, so that a model in memory takes its fast copy and not both. Knows nothing
+of containers beyond `files.read` and `release`.
 """
 
 import mmap
@@ -57,6 +60,13 @@ class Recoder:
         self.seconds = 0.0
         self.progress: Callable[[int, int, float], None] | None = None
 
+    def point_at_rows(self, records, structs) -> None:
+        """Let the moe_matrix structs of one expert use the file's pages: storage rows are re-coded in every call."""
+        for record, w in zip(records, structs, strict=True):
+            w.data = address(self.files.read(record.name))
+            if record.layout is None:
+                w.storage = self.context.format(record.format)
+
     def recode(self, records, structs) -> np.ndarray:
         """Re-code the matrices of one expert into one piece of memory, and point their moe_matrix structs at it.
 
@@ -78,7 +88,7 @@ class Recoder:
                 context.handle, address(out), context.format(record.format), w.layout, address(rows), w.rows, w.cols
             )
             check(status, f"re-code {record.name}")
-            w.data = address(out)
+            w.data, w.storage = address(out), ffi.NULL
             self.files.release(record.name)
             self.done_bytes += record.nbytes
         self.seconds += time.perf_counter() - started
@@ -99,7 +109,7 @@ class LazyExperts:
         self.table = ffi.new("struct moe_expert *[]", [self._structs + e for e in range(len(records))])
         self._memory: list[np.ndarray] = []
         self._complete = False
-        self._missing = np.ones(len(records), bool)
+        self._missing, self._unused = np.ones(len(records), bool), np.ones(len(records), bool)
         self.num_bytes = 0
         context = recoder.context
         for struct, expert in zip(self._structs, records, strict=True):
@@ -123,10 +133,18 @@ class LazyExperts:
         stored = (record for expert in self._records for record in expert if record.layout is not None)
         return self._memory + [self._recoder.files.read(record.name) for record in stored]
 
+    def _use(self, expert_ids: np.ndarray) -> None:
+        """Experts that were used before are re-coded, new ones are read from the file's pages this once."""
+        new = self._unused[expert_ids]
+        self.prepare(expert_ids[~new])
+        for e in expert_ids[new & self._missing[expert_ids]].tolist():
+            self._recoder.point_at_rows(self._records[e], _matrices(self._structs[e]))
+        self._unused[expert_ids] = False
+
     def run(self, layers, name: str, buffers, plan, num_used: int, x, num_tokens: int, top: int) -> None:
-        """See ResidentExperts.run; experts that this call is the first to use are re-coded before it."""
+        """See ResidentExperts.run; experts that a call before this one used are re-coded first."""
         if not self._complete:
-            self.prepare(buffers.expert_ids.array[0, :num_used])
+            self._use(buffers.expert_ids.array[0, :num_used])
         status = lib.moe_experts(layers.ctx, buffers.out.ptr, self.table, *plan, num_used, x.ptr, num_tokens, top)
         check(status, f"{name} experts")
 

@@ -13,7 +13,7 @@ from .architectures import EXPERT_PARTS, expert_matrix_name
 class WeightLoader:
     """files: what engine.weights.open_model returned.
 
-    compact_experts: keep storage rows of experts as they are; otherwise each expert is re-coded when it is first used.
+    compact_experts: keep storage rows of experts as they are; otherwise each expert is re-coded when it is used again.
     recoder: what does that, and counts; None when there is nothing to re-code.
     """
 
