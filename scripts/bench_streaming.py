@@ -264,16 +264,18 @@ def measure_file(subject: Subject, args, run: dict) -> None:
     jobs = [(arm, share) for arm in args.arms for share in ([None] if arm in UNLIMITED else args.share)]
     if "resident" in args.arms and len(jobs) > 1:
         jobs.append(("resident", None))  # how much the machine drifts
+    call = f"{time.strftime('%F %T')} {subject.router}"
     for arm, share in jobs:
         name = streaming_report.name_of({"router": subject.router, "arm": arm, "share": share, "isa": args.isa})
         print(f"running: {name}", file=sys.stderr, flush=True)
         if arm == "routing":
             print(f"routing: an LRU of half the experts hits {100 * lru_hit_rate(subject, args, ids):.1f} %")
             continue
-        started = time.strftime("%F %T")
+        started, load = time.strftime("%F %T"), os.getloadavg()[0]
+        result = run_arm(arm, share, subject, args, ids)
         record = {"run": run, "time": started, "command": command_line(args), "router": subject.router,
                   "arm": arm, "share": share, "isa": args.isa, "option": args.option, "model": subject.describe(),
-                  "load": os.getloadavg()[0], "result": run_arm(arm, share, subject, args, ids)}  # fmt: skip
+                  "load": load, "result": {**result, "call": call}}  # fmt: skip
         with AtomicFile(args.json) as file:
             file.handle.write((json.dumps([*read_records(args.json, run), record], indent=1) + "\n").encode())
         print(streaming_report.line(record), flush=True)

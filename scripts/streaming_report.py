@@ -78,9 +78,9 @@ def hit_rate(counted: dict) -> float:
 
 
 def resident_ms(results: list[dict], streamed: dict) -> float | None:
-    """Mean of the resident arms over the positions that `streamed` measured."""
+    """Mean of the resident arms over the positions that `streamed` measured: those of its own call, if it had some."""
     first, last, found = streamed["warm_up_tokens"], streamed["warm_up_tokens"] + streamed["tokens"], []
-    for result in results:
+    for result in [r for r in results if r["call"] == streamed["call"]] or results:
         at = result["warm_up_tokens"]
         if at <= first and at + result["tokens"] >= last:
             found += result["each_ms"][first - at : last - at]
@@ -178,7 +178,7 @@ def _router_lines(router: str, isa: str | None, records: list[dict]) -> list[str
     lines = _table(f"{router} router, {', '.join(tiers) or MISSING}", shares, rows)
     speeds = [f"{1000 * r['tokens'] / sum(r['each_ms']):.2f}" for r in residents]
     if speeds:
-        lines += ["", f"Resident, first and last: {', '.join(speeds)} tok/s."]
+        lines += ["", f"Resident, first and last of each call: {', '.join(speeds)} tok/s."]
     lines.append("")
     for name, key, reached in TARGETS:
         cells = []
@@ -191,7 +191,7 @@ def _router_lines(router: str, isa: str | None, records: list[dict]) -> list[str
 
 
 def markdown(records: list[dict]) -> str:
-    """Tables, targets and provenance of a file of results; of each arm the last counts, of resident the last two."""
+    """Tables, targets and provenance of a file of results; of each arm the last counts, of resident all."""
     if not records:
         return "no results"
     run, machine = records[0]["run"], records[0]["run"]["machine"]
@@ -210,7 +210,7 @@ def markdown(records: list[dict]) -> str:
         kept = found[:]
         for arm, share, isa in {(r["arm"], r["share"], r["isa"]) for r in found}:
             same = [r for r in found if (r["arm"], r["share"], r["isa"]) == (arm, share, isa)]
-            for old in same[: -2 if arm == "resident" else -1]:
+            for old in same[:-1] if arm != "resident" else ():
                 kept.remove(old)
         for isa in sorted({r["isa"] for r in kept if r["arm"] == "millstream"}, key=str):
             lines += _router_lines(router, isa, kept)

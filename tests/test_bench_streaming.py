@@ -129,7 +129,7 @@ def test_without_a_cgroup_an_arm_is_not_run(model, tmp_path, monkeypatch, capsys
     shown = run_script(monkeypatch, capsys, model, out, "--arms", "millstream,llama", "--share", "50")
     assert shown.count("not run: no memory controller is mounted") == 2
     records = json.loads(out.read_text())
-    assert all(set(record["result"]) == {"not_run"} for record in records)
+    assert all(set(record["result"]) == {"not_run", "call"} for record in records)
     assert streaming_report.markdown(records).count("not run: no memory controller") == 2
 
 
@@ -145,7 +145,7 @@ def arm(name, share, each_ms, warm=4, **result):
     seconds = sum(each_ms) / 1000
     base = {"warm_up_tokens": warm, "warm_up_asked": warm, "tokens": len(each_ms), "asked": len(each_ms), "cap_s": 90.0,
             "seconds": seconds, "tok_s": len(each_ms) / seconds, "cpu_ms": 1.0, "each_ms": each_ms, "isa": "avx2",
-            "read_bytes_per_token": 5e6, "counted": {}}  # fmt: skip
+            "read_bytes_per_token": 5e6, "counted": {}, "call": 1}  # fmt: skip
     run = {
         "revision": "abc",
         "machine": {"cpu": "X", "cpus": 2, "memory_mib": 2048, "kernel": "6"},
@@ -163,6 +163,7 @@ def test_report_splits_a_token_and_judges(model):
         arm("llama", 50.0, [1000], asked=2, tok_s=1.0),
         arm("llama-128k", 50.0, [250, 250]),
         arm("resident", None, [900, 900, 20, 20, 30, 30], warm=2),
+        arm("resident", None, [900, 900, 70, 70, 30, 30], warm=2, call=2),
     ]
     text = streaming_report.markdown(records)
 
