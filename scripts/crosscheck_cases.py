@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 # llama.cpp's numbers of whole-file formats; None: as converted.
 FORMATS = {
-    "f32": None, "q8_0": 7, "q4_0": 2, "q4_k": 14, "q6_k": 18, "iq4_xs": 30, "iq3_s": 26, "mxfp4": 38,
-    "f16": 1, "bf16": 32, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 21, "q3_k": 11, "q5_k": 16, "iq4_nl": 25,
-    "iq3_xxs": 23, "tq1_0": 36, "tq2_0": 37,
+    "f32": None, "released": None, "q8_0": 7, "q4_0": 2, "q4_k": 14, "q6_k": 18, "iq4_xs": 30, "iq3_s": 26, "mxfp4": 38,
+    "f16": 1, "bf16": 32, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 11, "q5_k": 16, "iq4_nl": 25,
+    "tq1_0": 36, "tq2_0": 37, "iq1_s": 24, "iq1_m": 31, "iq2_xxs": 19, "iq2_xs": 20, "iq2_s": 29, "iq3_xxs": 23,
 }  # fmt: skip
 EVERY_FAMILY = ("f32", "q8_0", "q4_0", "q4_k", "q6_k", "iq4_xs", "iq3_s")
 MOE_ONLY = ("mxfp4",)  # its rule: experts in MXFP4, the rest in Q8_0
 EVERY_FORMAT = "qwen3_moe"  # the case that runs in all of FORMATS
+NEED_IMPORTANCE = {"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"}  # an importance matrix: here all ones
+# Scales over 256 values: both engines round the activations that meet these weights alike.
+SUPER_BLOCKS = {"q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq3_s", "tq1_0", "tq2_0", *NEED_IMPORTANCE}
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,12 @@ class Case:
         return self.config["model_type"]
 
 
-# Rows of 256, so that super-blocks fit; what is narrower (a head's part of kv_b) falls back as in published files.
-WIDTH = 256
+WIDTH = 256  # of every row, so that super-blocks fit; `llama` has heads of 24, whose o_proj falls back
 SIZES = dict.fromkeys(
     ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH
 )
 LATENT_SIZES = {
-    "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 256, "qk_rope_head_dim": 32, "v_head_dim": 64,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
 
@@ -115,6 +117,8 @@ def cases() -> dict[str, Case]:
         config = config | ADAPTED.get(name, {})
         config |= {key: size for key, size in SIZES.items() if key in config}
         config |= {key: size for key, size in LATENT_SIZES.items() if config.get(key)}
+        if config.get("head_dim", 24) != 24:
+            config["head_dim"] = WIDTH // config["num_attention_heads"]
         config |= {key: count for key, count in EXPERTS.items() if key in config}
         config["vocab_size"] = tiny_models.TOKENIZER_SIZE
         if config["model_type"] == "deepseek_v2" and not config["q_lora_rank"]:
@@ -122,10 +126,14 @@ def cases() -> dict[str, Case]:
         if config["model_type"] == "deepseek_v3":
             config["scoring_func"] = "sigmoid"  # the converter reads a key that transformers leaves out
         sparse = any(key in config for key in EXPERTS)
-        formats = tuple(FORMATS) if name == EVERY_FORMAT else EVERY_FAMILY + MOE_ONLY * sparse
+        formats = (
+            tuple(kind for kind in FORMATS if kind != "released")
+            if name == EVERY_FORMAT
+            else EVERY_FAMILY + MOE_ONLY * sparse
+        )
         found[name] = Case(config, formats)
     found["mistral_no_window"] = variant(Case(golden["mistral"] | SIZES_OF_DENSE), sliding_window=None)
-    found["gpt_oss_released"] = Case(found["gpt_oss"].config, ("f32",), blocks=True)
+    found["gpt_oss_released"] = Case(found["gpt_oss"].config, ("released",), blocks=True)
     return found | {name: variant(found[base], **what) for name, (base, what) in VARIANTS.items()}
 
 

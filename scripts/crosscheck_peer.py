@@ -5,11 +5,12 @@ Runs in an interpreter with llama-cpp-python, one process per call, since it may
     python scripts/crosscheck_peer.py FOLDER CASE PROMPT_TOKENS FORMAT ...
 """
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
-from crosscheck_cases import FORMATS
+from crosscheck_cases import FORMATS, NEED_IMPORTANCE
 
 NUM_GREEDY, SEED = 64, 7
 
@@ -34,13 +35,20 @@ def exact_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}.exact.gguf")
 
 
-def requantize(source: Path, target: Path, number: int) -> None:
-    """pure: every matrix in the format asked for, where its rows allow it. MXFP4's own rule is experts only."""
+def requantize(source: Path, target: Path, kind: str, widths: dict[str, int]) -> None:
+    """pure: every matrix in the format asked for, where its rows allow it. MXFP4's own rule is experts only. widths:
+    tensor -> inputs (of all experts together), for an importance matrix of ones."""
+    import ctypes
+
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread, params.allow_requantize = number, 1, True
-    params.pure = number != FORMATS["mxfp4"]
+    params.ftype, params.nthread, params.allow_requantize = FORMATS[kind] or 0, 1, True
+    params.pure = kind != "mxfp4"
+    if kind in NEED_IMPORTANCE:
+        ones = (ctypes.c_float * max(widths.values()))(*[1.0] * max(widths.values()))
+        entries = [llama_cpp.llama_model_imatrix_data(name.encode(), ones, width) for name, width in widths.items()]
+        params.imatrix = (llama_cpp.llama_model_imatrix_data * (len(entries) + 1))(*entries)
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params):
         raise SystemExit("llama.cpp's quantizer refused the file")
 
@@ -77,12 +85,13 @@ def run(path: Path, prompt_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 def main(folder: Path, case: str, prompt_tokens: int, kinds: list[str]) -> None:
     """Write CASE.FORMAT.npz (tokens, logits of all positions), the quantized file it is of, and its exact form."""
+    widths = json.loads((folder / f"{case}.widths.json").read_text())
     for kind in kinds:
         source, path = source_of(folder, case), path_of(folder, case, kind)
         if path != source:
-            requantize(source, path, FORMATS[kind])
+            requantize(source, path, kind, widths)
         if kind != "f32":
-            requantize(path, exact_of(path), 0)
+            requantize(path, exact_of(path), "f32", widths)
         tokens, logits = run(path, prompt_tokens)
         np.savez(folder / f"{case}.{kind}.npz", tokens=tokens, logits=logits)
 
