@@ -37,8 +37,6 @@ VALUES = (7, 0.37, True, False, "longrope")
 # Keys that change nothing that is computed, in every family.
 HARMLESS = {
     "vocab_size": "the embedding has that many rows",
-    "context_length": "how long a context may be; a starting point of YaRN only where no other is given",
-    "tensor_data_layout": "says what q and k rows were like before the converter permuted them",
     "rope.scaling.original_context_length": "read for YaRN only",
     "rope.scaling.finetuned": "a note on training; granitemoe refuses false",
 }
