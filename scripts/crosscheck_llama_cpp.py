@@ -38,11 +38,12 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(__file__).resolve().parent
+ROOT = SCRIPTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from crosscheck_cases import DEVIATIONS, SUPER_BLOCKS, UNSUPPORTED, VARIANTS, Case, cases  # noqa: E402
-from crosscheck_peer import NUM_GREEDY, context_of, exact_of, path_of  # noqa: E402
+from crosscheck_peer import NUM_GREEDY, context_of, exact_of, path_of, source_of  # noqa: E402
 from run_facts import facts_text, run_facts, write_json  # noqa: E402
 
 MAX_ERROR = 2e-4  # float32: another order of additions
@@ -109,12 +110,11 @@ def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def run_case(name: str, case: Case, folder: Path, args) -> list[dict]:
-    """Results of all formats of a case; its files are removed unless --folder keeps them."""
-    script = Path(__file__).with_name
-    failure = stage(args.oracle_python, script("crosscheck_convert.py"), args.converter, folder, name)
+    """Results of all formats of a converted case; its files are removed unless --folder keeps them."""
+    failure = None if source_of(folder, name).is_file() else "not converted"
     if (folder / f"{name}.error").is_file():
         failure = (folder / f"{name}.error").read_text().splitlines()[0]
-    peer = (args.peer_python, script("crosscheck_peer.py"), folder, name, case.prompt)
+    peer = (args.peer_python, SCRIPTS / "crosscheck_peer.py", folder, name, case.prompt)
     failures = dict.fromkeys(case.formats, failure)
     if failure is None:
         write_widths(folder, name)
@@ -239,6 +239,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(args.folder or made)
         folder.mkdir(parents=True, exist_ok=True)
+        convert = (args.oracle_python, SCRIPTS / "crosscheck_convert.py", args.converter, folder)
+        if failure := stage(*convert, *names):
+            print(f"conversion: {failure}", file=sys.stderr)
         for i, name in enumerate(names):
             results += run_case(name, known[name], folder, args)
             bad = sum(not r["ok"] for r in results)
