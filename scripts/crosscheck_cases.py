@@ -83,6 +83,18 @@ DEVIATIONS = {
         "truth": "config.json, whose values the file holds; millstream uses them",
         "compared": "with 32, 1 and no factor",
     },
+    "deepseek2: YaRN without mscale_all_dim": {
+        "rule": "A checkpoint that has no such key puts 0.1 ln(factor) + 1 into cos and sin, and nothing into the scores. "
+        "llama.cpp, when the file has no yarn_log_multiplier, scales the scores by its square as well.",
+        "truth": "transformers; released models have the key",
+        "compared": "with the key, at 0.707 and 1",
+    },
+    "olmoe: clip_qkv": {
+        "rule": "millstream clamps q, k and v where attention.clamp_kqv says so. llama.cpp neither writes nor reads the "
+        "key for this architecture.",
+        "truth": "transformers; the released model has no clip",
+        "compared": "without a clip",
+    },
     "sigmoid routers: renormalisation": {
         "rule": "The sum of the kept weights is the divisor. The models add 1e-20; llama.cpp uses at least 6.1e-5.",
         "truth": "transformers",
@@ -152,25 +164,34 @@ def _yarn(factor: float, original: int, **more) -> dict:
     return _rope("yarn", factor=factor, original_max_position_embeddings=original, **more)
 
 
+_QUANTIZED = {"formats": ("f32", "q8_0", "q4_k")}
+
+
+def _heads(query: int, kv: int, **more) -> dict:
+    return {"num_attention_heads": query, "num_key_value_heads": kv, **more} | _QUANTIZED
+
+
 _LLAMA3 = _rope(
     "llama3", 500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 # name -> (case it is made from, what changes). Each stresses one rule or one shape.
 VARIANTS = {
-    # Shapes: heads, head widths, ratios of queries to keys, vocabularies, numbers of experts and layers.
-    "olmoe_heads_of_40": ("olmoe", {"hidden_size": 160, "num_attention_heads": 4, "num_key_value_heads": 4}),
-    "qwen3_moe_one_kv_head": ("qwen3_moe", {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 80}),
-    "qwen3_moe_3_to_1": ("qwen3_moe", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 72}),
-    "qwen3_8_to_1_heads_of_8": ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 8}),
-    "llama_heads_of_256": ("llama_bias", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}),
-    "mixtral_heads_of_120": ("mixtral", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 120}),
-    "olmoe_vocab_303": ("olmoe", {"vocab_size": 303}),
-    "qwen2_moe_vocab_301": ("qwen2_moe", {"vocab_size": 301}),
-    "gpt_oss_5_experts_vocab_297": ("gpt_oss", {"num_local_experts": 5, "num_experts_per_tok": 2, "vocab_size": 297}),
-    "qwen3_moe_top_1": ("qwen3_moe", {"num_experts_per_tok": 1}),
-    "olmoe_all_experts": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 6}),
-    "mixtral_2_experts": ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}),
-    "granitemoe_one_layer": ("granitemoe", {"num_hidden_layers": 1}),
+    # Shapes: heads, head widths, ratios of queries to keys, vocabularies, numbers of experts and layers; rows of q8_0
+    # and q4_k that end a strip early.
+    "olmoe_heads_of_40": ("olmoe", _heads(4, 4) | {"hidden_size": 160}),
+    "qwen3_moe_one_kv_head": ("qwen3_moe", _heads(5, 1, head_dim=80)),
+    "qwen3_moe_3_to_1": ("qwen3_moe", _heads(6, 2, head_dim=72)),
+    "qwen3_8_to_1_heads_of_8": ("qwen3", _heads(8, 1, head_dim=8)),
+    "llama_heads_of_256": ("llama_bias", _heads(2, 1, head_dim=256)),
+    "mixtral_heads_of_120": ("mixtral", _heads(3, 3, head_dim=120)),
+    "olmoe_vocab_303": ("olmoe", {"vocab_size": 303} | _QUANTIZED),
+    "qwen2_moe_vocab_301": ("qwen2_moe", {"vocab_size": 301} | _QUANTIZED),
+    "gpt_oss_vocab_297": ("gpt_oss", {"vocab_size": 297} | _QUANTIZED),
+    "gpt_oss_5_experts": ("gpt_oss", {"num_local_experts": 5, "num_experts_per_tok": 2} | _QUANTIZED),
+    "qwen3_moe_top_1": ("qwen3_moe", {"num_experts_per_tok": 1} | _QUANTIZED),
+    "olmoe_all_experts": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 6} | _QUANTIZED),
+    "mixtral_2_experts": ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1} | _QUANTIZED),
+    "granitemoe_one_layer": ("granitemoe", {"num_hidden_layers": 1} | _QUANTIZED),
     # Tied heads.
     "qwen3_moe_tied": ("qwen3_moe", {"tie_word_embeddings": True}),
     "granitemoe_tied": ("granitemoe", {"tie_word_embeddings": True}),
