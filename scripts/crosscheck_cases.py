@@ -84,14 +84,14 @@ DEVIATIONS = {
         "compared": "with 32, 1 and no factor",
     },
     "deepseek2: YaRN without mscale_all_dim": {
-        "rule": "A checkpoint that has no such key puts 0.1 ln(factor) + 1 into cos and sin, and nothing into the scores. "
+        "rule": "A checkpoint without that key puts 0.1 ln(factor) + 1 into cos and sin, and nothing into the scores. "
         "llama.cpp, when the file has no yarn_log_multiplier, scales the scores by its square as well.",
         "truth": "transformers; released models have the key",
         "compared": "with the key, at 0.707 and 1",
     },
     "olmoe: clip_qkv": {
-        "rule": "millstream clamps q, k and v where attention.clamp_kqv says so. llama.cpp neither writes nor reads the "
-        "key for this architecture.",
+        "rule": "millstream clamps q, k and v where attention.clamp_kqv says so. llama.cpp neither writes nor reads "
+        "the key for this architecture.",
         "truth": "transformers; the released model has no clip",
         "compared": "without a clip",
     },
