@@ -29,6 +29,7 @@ def convert(case, path: Path) -> None:
     if case.blocks:
         config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     weights = (models.make_mxfp4 if case.blocks else models.make_weights)(shapes, SEED)
+    calm(weights, config["num_hidden_layers"])
     checkpoint = models.write_hf_dir(path.with_suffix(".hf"), config, weights)
     try:
         with torch.inference_mode():
@@ -38,6 +39,15 @@ def convert(case, path: Path) -> None:
             kind(checkpoint, gguf.LlamaFileType.ALL_F32, path, **dict(case.options)).write()
     finally:
         shutil.rmtree(checkpoint)
+
+
+def calm(weights: dict, num_layers: int) -> None:
+    """In deep models, what a layer adds to the residual stream is scaled by (2 layers)^-1/2, as in initialised ones:
+    with the gains of the shallow cases rounding grows from layer to layer until nothing can be compared."""
+    if num_layers > 8:
+        for name, values in weights.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                values *= values.dtype.type((2 * num_layers) ** -0.5)
 
 
 def main(converter: str, folder: str, names: list[str]) -> None:

@@ -13,7 +13,7 @@ import crosscheck_llama_cpp as crosscheck
 from crosscheck_cases import FORMATS, UNSUPPORTED, VARIANTS, cases
 
 PEER = np.random.default_rng(1).standard_normal((104, 50)).astype(np.float32)
-RESULT = {"tensors": {"f32": 9}, "tokens": 64, "equal_tokens": 64, "blocks_equal_steps": True}
+RESULT = {"tensors": {"f32": 9}, "layers": 3, "tokens": 64, "equal_tokens": 64, "blocks_equal_steps": True}
 
 
 def judged(ours, exact=PEER, peer=PEER, **changes) -> bool:
