@@ -69,8 +69,8 @@ def check(name: str, case: Case, kind: str, folder: Path, failure: str | None) -
         return result | {"error": f"millstream: {error}"}
     picks = (ours.argmax(axis=1) == peer_logits.argmax(axis=1))[case.prompt - 1 : -1]
     result |= {
-        "tensors": formats, "layers": case.config["num_hidden_layers"], "prompt": case.prompt, "tokens": NUM_GREEDY, "equal_tokens": int(picks.sum()),
-        "blocks_equal_steps": np.array_equal(ours, stepwise),
+        "tensors": formats, "layers": case.config["num_hidden_layers"], "prompt": case.prompt, "tokens": NUM_GREEDY,
+        "equal_tokens": int(picks.sum()), "blocks_equal_steps": np.array_equal(ours, stepwise),
     }  # fmt: skip
     return result | judge(ours, peer_logits, exact, result)
 
