@@ -77,11 +77,11 @@ DEVIATIONS = {
         "truth": "transformers and the model's own code (group_limited_greedy); millstream follows them",
         "compared": "with one group; the choice of groups itself is proven against transformers only",
     },
-    "yarn: beta_fast, beta_slow, attention_factor": {
+    "yarn: beta_fast, beta_slow": {
         "rule": "The converter writes them when config.json has them. llama.cpp reads them for other architectures "
-        "only and uses 32, 1 and the usual factor.",
+        "only and uses 32 and 1.",
         "truth": "config.json, whose values the file holds; millstream uses them",
-        "compared": "with 32, 1 and no factor",
+        "compared": "with 32 and 1",
     },
     "deepseek2: YaRN without mscale_all_dim": {
         "rule": "A checkpoint without that key puts 0.1 ln(factor) + 1 into cos and sin, and nothing into the scores. "
