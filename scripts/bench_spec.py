@@ -75,7 +75,7 @@ def bytes_read(loaded):
 def measure(loaded, ids, sampling, args, part, expected, deadline):
     """{arm: {ms_per_token: [..], report, bytes_read}}; every arm must give the tokens of `expected`."""
     arms = args.arms
-    found = {arm: {"ms_per_token": [], "bytes_read": [], "report": None} for arm in arms}
+    found = {arm: {"ms_per_token": [], "bytes_read": [], "window_ms": [], "report": None} for arm in arms}
     known = [*ids, *expected]
     for turn in range(args.repeat + 1):
         if turn > 1 and time.monotonic() > deadline:
@@ -90,11 +90,13 @@ def measure(loaded, ids, sampling, args, part, expected, deadline):
                 row["ms_per_token"].append(stats.decode_s * 1e3 / (stats.generated_tokens - 1))
                 row["bytes_read"].append(nbytes)
                 row["report"] = stats.spec and stats.spec.report()
+                row["window_ms"].append(row["report"]["ms_by_window"].get(arm[0]) if row["report"] else None)
     return found
 
 
 def summary(found, part):
-    """Adds speedup, spread and, for the oracle, the bound: rows / (ms of such a window / ms of a plain step)."""
+    """Adds speedup, spread and, for the oracle, the bound: rows / (ms of such a window / ms of a plain step), and the
+    share of it that was reached, both round by round."""
     base = found[next(iter(found))]["ms_per_token"]
     plain = statistics.median(base)
     for (spec, _), row in found.items():
@@ -107,7 +109,11 @@ def summary(found, part):
             # Tokens per round over (ms per round / ms per token): above 1 the windows pay.
             row["break_even"] = r["tokens_per_round"] / (r["ms_per_round"] / plain)
             if part == "oracle" and spec != "auto":
-                row["bound"] = spec * plain / r["ms_by_window"][spec]
+                bounds = [spec * a / w for a, w in zip(base, row["window_ms"], strict=True)]
+                row["bound"] = statistics.median(bounds)
+                row["of_bound"] = statistics.median(
+                    a / ms / bound for a, ms, bound in zip(base, row["ms_per_token"], bounds, strict=True)
+                )
                 row["experts_per_round"] = r["experts_by_window"][spec]
     fixed = [row["speedup_by_round"] for (spec, _), row in found.items() if spec != "auto"]
     for (spec, _), row in found.items():
@@ -132,8 +138,8 @@ def show(name, found):
             if r["cut_windows"] is not None:
                 tail += f", cut {r['cut_windows']} windows by {r['cut_drafts']} drafts"
         if "bound" in row:
-            share = row["speedup"] / row["bound"]
-            tail += f", bound {row['bound']:.2f} ({share:.0%}), {row['experts_per_round']:.1f} experts/round"
+            experts = f"{row['experts_per_round']:.1f} experts/round"
+            tail += f", bound {row['bound']:.2f} ({row['of_bound']:.0%} reached), {experts}"
         if "of_best_fixed" in row:
             tail += f", {row['of_best_fixed']:.1%} of the best fixed arm"
         if row["bytes_read"][0]:
