@@ -91,11 +91,12 @@ def test_dropping_spares_reads():
 # ---- what is dropped ---------------------------------------------------------------------------------------
 
 
-def cutter(layers=4, step_ms=10.0, read_ms=1.0, here=(), coming=(), chance=0.5):
-    """A DraftCut of a cache of 100 experts a layer, that has seen plain steps of 10 misses each, and a window begun."""
+def cutter(layers=4, step_ms=10.0, read_ms=1.0, here=(), coming=(), chance=0.5, before=0.0):
+    """A DraftCut of a cache of 100 experts a layer, that has seen plain steps of 10 misses each, and a window begun.
+    before: ms waited, for one expert, in the prefill."""
     cache = SimpleNamespace(
-        slot_of=[0 if key in here else -1 for key in range(100 * layers)], counters=SimpleNamespace(misses=0),
-        lookahead=SimpleNamespace(coming=coming), waited=0.0,
+        slot_of=[0 if key in here else -1 for key in range(100 * layers)], counters=SimpleNamespace(misses=1),
+        lookahead=SimpleNamespace(coming=coming), waited=before,
     )  # fmt: skip
     cache.wait_ms = lambda: cache.waited
     cut = DraftCut(cache, layers)
@@ -122,6 +123,11 @@ def test_a_likely_draft_stays_and_an_unlikely_one_goes():
     assert cutter(chance=0.02).keep_rows(block(), ids) == 1
     assert cutter(chance=0.5, read_ms=0.1).keep_rows(block(), ids) == 2  # reads that cost little
     assert cutter(chance=0.5, read_ms=10.0).keep_rows(block(), ids) == 1
+
+
+def test_what_a_prefill_waited_says_nothing():
+    ids = routing([1, 2], [3, 4])
+    assert cutter(chance=0.5, read_ms=0.1, before=1e6).keep_rows(block(), ids) == 2
 
 
 def test_only_experts_that_have_to_be_read_for_a_draft_count():

@@ -15,8 +15,8 @@ STARTING_LOSS_TOKENS = 2.0  # plain decode steps' worth of loss allowed before a
 MIN_GAIN = 1.03  # a gain below this is noise
 PLAIN_REFRESH = 256  # rounds after which plain decode is measured again
 MIN_PLAIN = 3  # plain steps before anything else: the first after a prefill is slow and must not be the yardstick
-MAX_CREDIT_TOKENS = 16.0  # a gain of the past pays for at most so many steps of loss
-MAX_CHARGE = 1.5  # a window costs the budget at most so many times what its length costs otherwise
+MAX_CREDIT_TOKENS = 16.0  # what was gained, or not spent of that share, pays for at most so many steps of loss
+MAX_CHARGE = 1.5  # a window costs the budget at once at most so many times what its length costs otherwise
 MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15
 PLAIN_UPDATE = 8  # plain steps after which their median is computed anew
@@ -67,7 +67,8 @@ class AutoPolicy:
         self._measured_at = [0] * (MAX_ROWS + 1)  # round of the latest sample
         self._costs = [0.0] * (MAX_ROWS + 1)  # of windows by rows; 0.0 until anything is known
         self._acceptance: dict = {}
-        self._elapsed = self._loss = 0.0
+        self._loss = 0.0  # ms that windows have cost beyond plain decode, less what they may cost
+        self._late = 0.0  # ms of windows that took far longer than usual, not charged yet
         self._rounds = self._since_plain = 0
         self._last = 1
         self.reason = "nothing measured yet"
@@ -103,7 +104,9 @@ class AutoPolicy:
             self._costs[n] = max(cost, plain * (1 + MIN_ROW * (n - 1)))
 
     def _choose(self, key, count: int, ms_per_draft: float, chance: float) -> tuple[int, str]:
-        if len(self._samples[1]) < MIN_PLAIN or self._since_plain >= PLAIN_REFRESH:
+        if self._since_plain >= PLAIN_REFRESH:
+            self._samples[1].clear()
+        if len(self._samples[1]) < MIN_PLAIN:
             return 1, "measuring plain decode"
         plain = self._costs[1]
         acceptance = self._acceptance.get(key)
@@ -121,18 +124,15 @@ class AutoPolicy:
         if best == 1:
             return self._probe(count, ms_per_draft)
         worst = self._costs[best] + ms_per_draft * (best - 1) - plain
-        if self._loss + worst > self._allowed(plain):
+        if self._loss + worst > STARTING_LOSS_TOKENS * plain:
             return 1, f"loss budget of {MAX_LOSS:.0%} used up"
         return best, f"{gain:.2f} x plain decode expected"
-
-    def _allowed(self, plain: float) -> float:
-        return MAX_LOSS * self._elapsed + STARTING_LOSS_TOKENS * plain
 
     def _probe(self, count: int, ms_per_draft: float) -> tuple[int, str]:
         """Nothing pays now; try the shortest window again when the budget has room for it twice over."""
         plain = self._costs[1]
         worst = max(self._costs[2] + ms_per_draft - plain, 0.1 * plain)
-        if count and self._loss + 2 * worst < MAX_LOSS * self._elapsed:
+        if count and self._loss + 2 * worst < 0:
             return 2, "trying again"
         return 1, "no window length pays"
 
@@ -151,9 +151,9 @@ class AutoPolicy:
         """A plain step took `ms`. Runs beside every step of a text without drafts, so it does little."""
         self._rounds += 1
         self._since_plain = 0
-        self._elapsed += ms
+        self._earn(ms, 0.0)
         self._samples[1].append(ms)
-        if self._rounds <= MIN_PLAIN or self._rounds % PLAIN_UPDATE == 0:
+        if len(self._samples[1]) <= MIN_PLAIN or self._rounds % PLAIN_UPDATE == 0:
             self._update_costs(1)
 
     def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int, draft_ms: float = 0.0) -> None:
@@ -161,13 +161,25 @@ class AutoPolicy:
         num_verified: of its drafts, how many were not dropped on the way."""
         self._rounds += 1
         self._since_plain += 1
-        self._elapsed += ms
+        if self._rounds - self._measured_at[rows] > STALE:
+            self._samples[rows].clear()
         self._samples[rows].append(ms - draft_ms)  # other drafts cost something else: see ms_per_draft
         self._update_costs(rows)
         if key in self._acceptance:
             self._acceptance[key].update(num_verified, num_accepted)
         if self._samples[1]:
             plain = self._costs[1]
-            # Of a window that something else on the machine held up, only part is put down to its drafts.
-            charged = min(ms - draft_ms, MAX_CHARGE * self._costs[rows]) + draft_ms
-            self._loss = max(self._loss + charged - plain * (num_accepted + 1), -MAX_CREDIT_TOKENS * plain)
+            # A window that took far longer than usual may have been held up by something else: that part is paid for
+            # out of the share, but does not use up the budget at once, which would end windows that pay.
+            late = max(ms - draft_ms - MAX_CHARGE * self._costs[rows], 0.0)
+            self._late += late
+            self._earn(ms, ms - late - plain * (num_accepted + 1))
+
+    def _earn(self, ms: float, lost: float) -> None:
+        """A round took `ms`, of which `lost` counts as loss; its share of the time adds to the budget."""
+        share = MAX_LOSS * ms
+        if self._late:
+            paid = min(self._late, share)
+            self._late -= paid
+            share -= paid
+        self._loss = max(self._loss + lost - share, -MAX_CREDIT_TOKENS * self._costs[1])

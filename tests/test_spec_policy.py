@@ -1,0 +1,105 @@
+"""The automatic policy where times or hits change under it; what it believes of drafts that nobody looked at."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import spec_tools
+from test_spec import lookup, simulate
+
+from engine.errors import ConfigError
+from engine.spec import AutoPolicy, FixedPolicy, Speculator
+from engine.spec.draft_model import check_same_tokens
+
+
+def flat(rows):
+    return 1 + 0.1 * (rows - 1)
+
+
+def test_gains_of_the_past_do_not_pay_for_a_text_without_hits():
+    policy = AutoPolicy()
+    simulate(policy, lambda i: True, 3000, flat)
+    total, tokens, _ = simulate(policy, lambda i: False, 1000, flat)
+    assert total <= 1.03 * tokens + 25
+
+
+def test_a_small_gain_is_kept_but_not_switched_for():
+    policy = AutoPolicy()
+    for _ in range(30):
+        policy.record_plain(1.0)
+        policy.record(("any", 0), 2, 1, 1.5, 1)
+    for gain, from_plain in ((1.015, False), (1.05, True)):
+        chance = policy._costs[2] * gain - 1
+        policy.use(1)
+        policy.rows((f"gains {gain}", 0), 1, 0.0, chance)
+        assert ("expected" in policy.reason) == from_plain
+        policy.use(2)
+        assert policy.rows((f"gains {gain}", 0), 1, 0.0, chance) == 2 and "expected" in policy.reason
+
+
+def test_plain_decode_is_measured_again():
+    """It becomes ten times as fast; windows do not, and only a plain step can tell."""
+    policy = AutoPolicy()
+    simulate(policy, lambda i: True, 300, flat)
+    _, _, used = simulate(policy, lambda i: True, 3000, lambda rows: 0.1 if rows == 1 else flat(rows))
+    assert used[-500:].count(1) > 450
+
+
+def test_lengths_that_were_slow_for_a_while_are_tried_again():
+    policy = AutoPolicy()
+    simulate(policy, lambda i: True, 60, flat)
+    simulate(policy, lambda i: True, 60, lambda rows: flat(rows) * (9 if rows > 4 else 1))
+    _, _, used = simulate(policy, lambda i: True, 300, flat)
+    assert used[-100:].count(8) > 90
+
+
+def test_drafts_that_nobody_looked_at_are_not_wrong_ones():
+    policy, key = AutoPolicy(), ("cut", 0)
+    for _ in range(60):
+        policy.record_plain(1.0)
+        policy.rows(key, 3, 0.0, 0.9)
+        policy.record(key, 4, 0, 1.0, 0)  # all dropped on the way
+    assert policy.rows(key, 3, 0.0, 0.9) == 4
+    for _ in range(60):
+        policy.record_plain(1.0)
+        policy.record(key, 4, 0, 1.0, 3)  # and all refused
+    assert policy.rows(key, 3, 0.0, 0.9) < 4
+
+
+@pytest.mark.parametrize("rounds", [20, 60])
+def test_the_first_windows_lose_at_most_a_few_steps(rounds):
+    """A source that is sure of itself and always wrong, rows that cost as much as steps."""
+    policy = AutoPolicy()
+    total = tokens = 0.0
+    for _ in range(rounds):
+        rows = policy.rows(("sure", 0), 7, 0.0, 0.99)
+        policy.use(rows)
+        total, tokens = total + 0.4 + 0.6 * rows, tokens + 1
+        if rows == 1:
+            policy.record_plain(1.0)
+        else:
+            policy.record(("sure", 0), rows, 0, 0.4 + 0.6 * rows, rows - 1)
+    assert total - tokens < 7
+
+
+def test_the_first_source_that_is_taken_drafts():
+    known = list(range(20))
+    speculator = Speculator([spec_tools.OracleSource(known), spec_tools.RandomSource(100)], FixedPolicy(4))
+    assert speculator.window(np.array(known[:5], np.int32), 9).ids.tolist() == [4, 5, 6, 7]
+
+
+def test_lookup_abstains_where_nothing_is_of_use():
+    assert lookup([1, 2, 3, 4, 5, 1, 2, 3], count=1) == [4]
+    assert lookup([1, 2, 3, 4, 5, 1, 2, 3], count=0) is None
+
+
+def test_token_tables_of_different_lengths_are_refused():
+    def tokens(*names):
+        return SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=len(names), token_bytes=names.__getitem__))
+
+    check_same_tokens(tokens(b"a", b"b"), tokens(b"a", b"b"))
+    for shorter, longer in ((b"ab", b"abc"), (b"abc", b"ab")):
+        with pytest.raises(ConfigError, match=f"it has {len(longer)} tokens, the model {len(shorter)}"):
+            check_same_tokens(tokens(*shorter), tokens(*longer))
+    with pytest.raises(ConfigError, match="token 1 is"):
+        check_same_tokens(tokens(b"a", b"b"), tokens(b"a", b"c"))
