@@ -113,8 +113,8 @@ def disk_speed(path, bursts: list[list[tuple[int, int]]], depth: int) -> tuple[s
 
 
 def stream_call_seconds(options) -> tuple[float, float]:
-    """(seconds that a layer call takes longer when its experts are in a cache, seconds more when some are missing and
-    have arrived): Python and hand-over between threads, measured on the shipped model, waiting left out."""
+    """(seconds that a layer call takes longer when its experts are in a cache, seconds more for each that was missing
+    when it has arrived): Python and hand-over between threads, measured on the shipped model, waiting left out."""
     from .runtime import load
 
     chosen = {name: getattr(options, name) for name in ("threads", "isa", "readers", "io")}
@@ -123,22 +123,22 @@ def stream_call_seconds(options) -> tuple[float, float]:
     cached = load(**chosen, expert_slots=layers * experts)
     half = load(**chosen, expert_slots=layers * experts // 2)
     plain, hits = (statistics.median(seconds for seconds, _ in _steps(engine)) for engine in (resident, cached))
-    missing = [(seconds - hits) / calls for seconds, calls in _steps(half) if calls]
+    missing = [(seconds - hits) / misses for seconds, misses in _steps(half) if misses]
     return max(0.0, hits - plain) / layers, max(0.0, statistics.median(missing) if missing else 0.0)
 
 
 def _steps(engine) -> list[tuple[float, int]]:
-    """(seconds without waits for the disk, layer calls that missed an expert) of decode steps on given tokens."""
+    """(seconds without waits for the disk, experts missed) of decode steps on given tokens."""
     from .generate import decode_step
 
     kv, ids, found = engine.new_kv(CALL_STEPS), fixed_ids(CALL_STEPS, engine.model.config.vocab_size), []
-    stats = engine.stream.stats if engine.stream else lambda: {"wait_s": 0.0, "miss_calls": 0}
+    stats = engine.stream.stats if engine.stream else lambda: {"wait_s": 0.0, "misses": 0}
     for at in range(CALL_STEPS):
         before = stats()
         seconds = _timed(lambda at=at: decode_step(engine.model, kv, ids[at : at + 1], at))
         after = stats()
         waited = after["wait_s"] - before["wait_s"]
-        found.append((seconds - waited, after["miss_calls"] - before["miss_calls"]))
+        found.append((seconds - waited, after["misses"] - before["misses"]))
     return found[CALL_STEPS // 4 :]  # experts of the first steps come for the first time
 
 

@@ -95,32 +95,45 @@ def expected_hits(files, num_slots: int, num_experts: int, demand: int) -> tuple
     )
 
 
+def _streamed(seconds: float, expert_share: float, misses: float, waiting: float, calls: float, calls_s,
+              disk_s: float, recode_s: float) -> float:  # fmt: skip
+    """Seconds of a forward pass when `misses` experts have to be read in `waiting` of its `calls` layer calls.
+
+    A layer's reads run beside the products of the experts that are there or have arrived, so the longer of the two
+    counts; re-coding and what an arrival costs take processor time, and the last arrival of a call comes after its
+    reads in any case.
+    """
+    cached_s, arrival_s = calls_s
+    computing = seconds * expert_share + misses * (recode_s + arrival_s)
+    reading = misses * disk_s + waiting * arrival_s
+    return seconds * (1 - expert_share) + calls * cached_s + max(computing, reading)
+
+
 def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: int, miss_share: float,
             expert_bytes: float, disk_mb_s: float | None, recode_gb_s: float | None, experts_per_layer: int,
-            prompt: int, block: int = PREFILL_BLOCK, calls_s: tuple[float, float] = (0.0, 0.0)) -> dict:  # fmt: skip
+            prompt: int, block: int = PREFILL_BLOCK, prompt_miss_share: float | None = None,
+            calls_s: tuple[float, float] = (0.0, 0.0)) -> dict:  # fmt: skip
     """Tokens per second of decode and prefill.
 
     speed: a machine_speed.ModelSpeed. expert_share: part of a step's time that experts take. demand: experts of a
-    token; miss_share: part of them that must be read; layers: with experts. A layer's reads run beside the products of
-    the experts that are there, so the longer of the two counts; re-coding takes processor time from both. calls_s: what
-    a layer call from a cache takes longer, and what one takes longer again in which something is missing.
+    token; miss_share: part of them that must be read, of a prompt's distinct experts prompt_miss_share (None: the
+    same); layers: with experts. calls_s: what a layer call from a cache takes longer, and what each expert that was
+    missing costs when it arrives.
     """
-    step, prefill = speed.step_s, speed.prefill_s
+    step, prefill, top, blocks = speed.step_s, speed.prefill_s, demand / layers, -(-prompt // block)
     misses = demand * miss_share
-    read = recode = prefill_read = 0.0
+    read = recode = 0.0
     if misses:
-        bandwidth = disk_mb_s * 1e6
-        rate = (recode_gb_s or float("inf")) * 1e9
-        read, recode = misses * expert_bytes / bandwidth, misses * expert_bytes / rate
-        experts_s = step * expert_share + recode
-        step = step * (1 - expert_share) + max(experts_s, read)
-        top, blocks = demand / layers, -(-prompt // block)
-        missing_calls = layers * (1 - (1 - miss_share) ** top)
-        step += layers * calls_s[0] + missing_calls * calls_s[1]
+        rates = {
+            "disk_s": expert_bytes / (disk_mb_s * 1e6),
+            "recode_s": expert_bytes / (recode_gb_s * 1e9) if recode_gb_s else 0.0,
+        }
+        read, recode = misses * rates["disk_s"], misses * rates["recode_s"]
+        waiting = layers * (1 - (1 - miss_share) ** top)
+        step = _streamed(step, expert_share, misses, waiting, layers, calls_s, **rates)
         used = experts_per_layer * (1 - (1 - top / experts_per_layer) ** min(prompt, block))
-        prefill_bytes = blocks * layers * used * miss_share * expert_bytes
-        prefill_read = prefill_bytes / bandwidth
-        prefill = max(prefill + prefill_bytes / rate, prefill_read)
+        calls, share = layers * blocks, miss_share if prompt_miss_share is None else prompt_miss_share
+        prefill = _streamed(prefill, expert_share, calls * used * share, calls, calls, calls_s, **rates)
     step += loop_s
     return {
         "decode_tok_s": 1 / step,
@@ -196,7 +209,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         expert_share=per_token["active_experts"] / max(per_token["total"], 1), demand=demand,
         miss_share=1 - hit_rate if choice.streams else 0.0, expert_bytes=expert_bytes,
         disk_mb_s=disk["mb_s"] if disk else None, recode_gb_s=recode, experts_per_layer=max(config.num_experts, 1),
-        prompt=prompt, calls_s=calls_s,
+        prompt=prompt, calls_s=calls_s, prompt_miss_share=1 - slots / num_experts if num_experts else None,
     )  # fmt: skip
     spec = None
     if window > 1:
@@ -233,7 +246,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         "memory_gb_s": measure.memory_bandwidth(context),
         "disk": disk,
         "recode_gb_s": recode,
-        "stream_call_s": {"cached": calls_s[0], "missing": calls_s[1]},
+        "stream_call_s": {"cached": calls_s[0], "arrival": calls_s[1]},
         "prompt_tokens": prompt,
         "prediction": figures,
         "spec": spec,

@@ -6,8 +6,9 @@ A CASE is `shipped` or a model's path, then options after commas: `shipped,slots
 The real model waits, loaded, in a process of its own; a round is one plan, as a user would run it, and right after it
 a prompt and a decode of the real model, so that a machine whose speed wanders from minute to minute changes both alike.
 Printed are medians of the plans, of the runs, and of the rounds' ratios, which are what counts: exit code 1 when one
-is outside 15 % for a resident model, 25 % for a streamed one. For a streamed one the plan is told nothing of the run's
-text; its expected hit rate and the run's are printed side by side.
+is outside 15 % for a resident model, 25 % for a streamed one. A streamed plan has the usage history of the first decode
+(what `generate` leaves beside a model; here beside a link to it, in a temporary directory); its expected hit rate and
+those of the runs are printed side by side.
 """
 
 import argparse
@@ -15,10 +16,12 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ROOT / "engine" / "data" / "tiny-moe" / "snapshot"
 RESIDENT, STREAMED = 0.15, 0.25
 CASES = ("shipped", "shipped,slots=half")
 
@@ -29,7 +32,9 @@ class Case:
     def __init__(self, text: str, prompt: int, decode: int):
         self.text, (model, *options) = text, text.split(",")
         self.options = dict(option.partition("=")[::2] for option in options)
-        self.model, self.prompt = None if model == "shipped" else model, prompt
+        self.directory = tempfile.TemporaryDirectory(prefix="millstream-check-")
+        self.model, self.prompt = str(Path(self.directory.name, Path(model).name)), prompt
+        Path(self.model).symlink_to(SHIPPED if model == "shipped" else Path(model).absolute())
         if self.options.get("slots") == "half":
             self.options["slots"] = str(self.plan()["experts"] // 2)
         worker = {"model": self.model, "options": self.options, "prompt": prompt, "decode": decode}
@@ -42,7 +47,7 @@ class Case:
         return [part for key, value in self.options.items() for part in (f"--{names.get(key, key)}", value)]
 
     def plan(self) -> dict:
-        command = [sys.executable, "-m", "engine", "plan", *([self.model] if self.model else []), "--json"]
+        command = [sys.executable, "-m", "engine", "plan", self.model, "--json"]
         options = [] if self.options.get("slots") == "half" else self.flags()
         started = time.perf_counter()
         done = subprocess.run(
@@ -62,22 +67,34 @@ class Case:
     def close(self) -> None:
         self.run.stdin.close()
         self.run.wait()
+        self.directory.cleanup()
 
 
 def work(options: dict) -> None:
     """A line in: measure once; a JSON object out."""
     sys.path.insert(0, str(ROOT))
     from engine.bench import EngineArm, fixed_ids
+    from engine.experts.history import UsageRecorder, history_path, model_fingerprint
 
     names, numbers = {"slots": "expert_slots"}, ("threads", "slots", "readers")
     chosen = {names.get(k, k): int(v) if k in numbers else v for k, v in options["options"].items()}
     prompt, decode = options["prompt"], options["decode"]
     arm = EngineArm("run", options["model"], chosen, prompt + decode + 1)
-    ids = fixed_ids(prompt, arm.vocab_size)
+    ids, recorder = fixed_ids(prompt, arm.vocab_size), None
+    if arm.engine.stream:
+        recorder = UsageRecorder(arm.engine.model, model_fingerprint(arm.engine.files))
     for _ in sys.stdin:
+        start = counts(arm)
         found = {"prefill": prompt / arm.prefill(ids)}
         before = counts(arm)
+        found["prefill_hit_rate"] = (before[0] - start[0]) / max(sum(before) - sum(start), 1)
+        if recorder:
+            recorder.start()
         found["decode"] = decode / arm.decode(ids, decode)[0]
+        if recorder:
+            recorder.stop()
+            recorder.usage.save(history_path(arm.engine.files))
+            recorder = None
         hits, misses = (now - was for now, was in zip(counts(arm), before, strict=True))
         print(json.dumps(found | {"hit_rate": hits / max(hits + misses, 1)}), flush=True)
 
@@ -107,8 +124,11 @@ def check(case: Case, rounds: int) -> dict:
         f"{first['threads']} threads; a plan took {statistics.median(p['seconds'] for p in plans):.1f} s"
     )
     if first["streams"]:
-        real = statistics.median(run["hit_rate"] for run in runs)
-        print(f"  hit rate expected {first['hit_rate']:.2f} ({first['hit_rate_source']}), of the runs {real:.2f}")
+        real, prompt = (statistics.median(run[key] for run in runs) for key in ("hit_rate", "prefill_hit_rate"))
+        print(
+            f"  hit rate expected {first['hit_rate']:.2f} ({first['hit_rate_source']}), when decoding {real:.2f}, "
+            f"of the prompts {prompt:.2f}"
+        )
     result = {"case": case.text, "limit": limit, "plans": plans, "runs": runs}
     for kind in ("prefill", "decode"):
         predicted = [p["prediction"][f"{kind}_tok_s"] for p in plans]

@@ -74,10 +74,15 @@ def test_arithmetic_of_a_resident_and_of_a_streamed_step():
     # All 10 experts of 4 layers are wanted by 100 tokens, half of them missed: 20 MB.
     assert slow["prefill_tok_s"] == pytest.approx(100 / 0.5, rel=1e-3)
     very_slow = plan.predict(SPEED, miss_share=0.5, disk_mb_s=10.0, recode_gb_s=None, **FIGURES)
-    assert very_slow["prefill_tok_s"] == pytest.approx(100 / 2.0, rel=1e-3)
-    # Every layer call costs 1 ms more, and those of the 4 with a miss among 2 experts, three quarters, 4 ms more.
+    assert very_slow["prefill_tok_s"] == pytest.approx(100 / (0.25 + 2.0), rel=1e-3)
+    all_missed = plan.predict(SPEED, miss_share=0.5, prompt_miss_share=1.0, disk_mb_s=10.0, recode_gb_s=None, **FIGURES)
+    assert all_missed["prefill_tok_s"] == pytest.approx(100 / (0.25 + 4.0), rel=1e-3)
+    # Every layer call costs 1 ms more; 3 of 4 wait (a miss among 2 experts), each for the 4 ms of a last arrival.
     called = plan.predict(SPEED, miss_share=0.5, disk_mb_s=100.0, recode_gb_s=None, calls_s=(0.001, 0.004), **FIGURES)
     assert called["step_ms"] == pytest.approx(5 + 40 + 1 + 4 * 1 + 3 * 4)
+    # Where the disk is fast, all 4 arrivals count.
+    called = plan.predict(SPEED, miss_share=0.5, disk_mb_s=1e4, recode_gb_s=None, calls_s=(0.001, 0.004), **FIGURES)
+    assert called["step_ms"] == pytest.approx(5 + 5 + 1 + 4 * 1 + 4 * 4)
     # A fast disk hides behind the products; re-coding at 1 GB/s does not: 4 ms.
     fast = plan.predict(SPEED, miss_share=0.5, disk_mb_s=1e4, recode_gb_s=1.0, **FIGURES)
     assert fast["step_ms"] == pytest.approx(5 + 5 + 4 + 1)
@@ -238,3 +243,12 @@ def test_command_prints_and_refuses(tmp_path):
     assert_error(run("plan", "--disk", 100, "--prompt", 8), "--disk")
     assert_error(run("plan", "--spec", "auto"), "--spec auto")
     assert_error(run("plan", "--ram", 0.001), "not enough memory")
+
+
+def test_steps_that_miss_are_told_from_others(monkeypatch):
+    monkeypatch.setattr(machine_speed, "CALL_STEPS", 16)
+    plain, half = (machine_speed._steps(load(threads=1, **options)) for options in ({}, {"expert_slots": 12}))
+    assert len(plain) == len(half) == 12 and not any(misses for _, misses in plain)
+    assert 0 < sum(misses for _, misses in half) <= 12 * 6
+    assert min(seconds for seconds, _ in plain) > 0
+    assert min(machine_speed.stream_call_seconds(RuntimeConfig(threads=1))) >= 0

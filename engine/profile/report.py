@@ -220,9 +220,10 @@ def format_report(report: dict, by_layer: bool = False, parts: tuple = ("run", "
             )
     if by_layer:
         names = [p for p in STEP_PHASES if any(p in row for row in report["detail"]["layers"].values())]
-        lines.append("decode by layer, ms: " + ", ".join(names))
+        lines.append("decode by layer, ms")
+        lines.append("  layer" + "".join(f"{p:>16}" for p in names))
         for layer, row in report["detail"]["layers"].items():
-            lines.append(f"  {layer:4} " + " ".join(f"{row.get(p, 0) * 1e3:10.2f}" for p in names))
+            lines.append(f"  {layer:5}" + "".join(f"{row.get(p, 0) * 1e3:16.2f}" for p in names))
     use = ", ".join(f"{u:.0%}" for u in report["threads"]["utilisation"])
     lines.append(f"threads busy: {use}")
     if "decode" in parts:
