@@ -258,7 +258,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
 def _pool_bytes() -> int:
     """Memory for random weights: so much more than the last cache that steps find little of each other in it, at most
     a quarter of what is free."""
-    wanted = max(1 << 30, 4 * last_cache_bytes())
+    wanted = max(1 << 30, 2 * last_cache_bytes())
     return min(wanted, memory.make_budget(None).total_bytes // 4)
 
 
