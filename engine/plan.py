@@ -75,19 +75,37 @@ def plan_memory(files, context, options) -> MemoryChoice:
     return MemoryChoice(layout, plan, stream.budget, places, dense, kv, positions)
 
 
-def expected_hits(files, num_slots: int, num_experts: int, demand: int) -> tuple[float, str]:
+def recorded_usage(files) -> Usage | None:
+    """The usage history beside the model, if it is this model's."""
+    try:
+        usage = Usage.read(history_path(files))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return usage if usage.tokens and usage.fingerprint in ("", model_fingerprint(files)) else None
+
+
+def _chances(usage: Usage) -> np.ndarray:
+    """Chance that a token uses an expert, the likeliest first; one use more each, since few tokens prove little."""
+    experts_of_a_token = usage.uses.sum() / usage.tokens
+    more_tokens = usage.uses.size / experts_of_a_token
+    return np.sort((usage.uses.ravel() + 1.0) / (usage.tokens + more_tokens))[::-1]
+
+
+def prompt_misses(usage: Usage | None, num_slots: int, num_experts: int, demand: int, tokens: int) -> float:
+    """Experts that a block of `tokens` tokens uses and slots do not hold: each is read once."""
+    chances = np.full(num_experts, demand / num_experts) if usage is None else _chances(usage)
+    return float(np.sum(1 - (1 - np.minimum(chances, 1.0)[num_slots:]) ** tokens))
+
+
+def expected_hits(usage: Usage | None, num_slots: int, num_experts: int, demand: int) -> tuple[float, str]:
     """Share of a token's experts that slots hold, and where the figure is from."""
     if num_slots >= num_experts:
         return 1.0, "all experts are in memory"
     if num_slots < demand:
         return 0.0, "assumed: a cache below the demand of one token never hits"
-    try:
-        usage = Usage.read(history_path(files))
-    except (FileNotFoundError, NotADirectoryError):
-        usage = None
-    if usage is not None and usage.tokens and usage.fingerprint in ("", model_fingerprint(files)):
-        ordered = sorted(usage.uses.ravel() + 1.0, reverse=True)  # one use more each: few tokens prove little
-        share = sum(ordered[:num_slots]) / sum(ordered)
+    if usage is not None:
+        chances = _chances(usage)
+        share = float(chances[:num_slots].sum() / chances.sum())
         return share, f"usage history of {usage.tokens:.0f} tokens, if the text is like those: the most used stay"
     return (
         num_slots / num_experts,
@@ -110,15 +128,15 @@ def _streamed(seconds: float, expert_share: float, misses: float, waiting: float
 
 
 def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: int, miss_share: float,
-            expert_bytes: float, disk_mb_s: float | None, recode_gb_s: float | None, experts_per_layer: int,
-            prompt: int, block: int = PREFILL_BLOCK, prompt_miss_share: float | None = None,
+            expert_bytes: float, disk_mb_s: float | None, recode_gb_s: float | None,
+            prompt: int, block: int = PREFILL_BLOCK, prompt_misses: float = 0.0,
             calls_s: tuple[float, float] = (0.0, 0.0)) -> dict:  # fmt: skip
     """Tokens per second of decode and prefill.
 
     speed: a machine_speed.ModelSpeed. expert_share: part of a step's time that experts take. demand: experts of a
-    token; miss_share: part of them that must be read, of a prompt's distinct experts prompt_miss_share (None: the
-    same); layers: with experts. calls_s: what a layer call from a cache takes longer, and what each expert that was
-    missing costs when it arrives.
+    token; miss_share: part of them that must be read; prompt_misses: experts that each block of a prompt reads;
+    layers: with experts. calls_s: what a layer call from a cache takes longer, and what each expert that was missing
+    costs when it arrives.
     """
     step, prefill, top, blocks = speed.step_s, speed.prefill_s, demand / layers, -(-prompt // block)
     misses = demand * miss_share
@@ -131,9 +149,8 @@ def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: i
         read, recode = misses * rates["disk_s"], misses * rates["recode_s"]
         waiting = layers * (1 - (1 - miss_share) ** top)
         step = _streamed(step, expert_share, misses, waiting, layers, calls_s, **rates)
-        used = experts_per_layer * (1 - (1 - top / experts_per_layer) ** min(prompt, block))
-        calls, share = layers * blocks, miss_share if prompt_miss_share is None else prompt_miss_share
-        prefill = _streamed(prefill, expert_share, calls * used * share, calls, calls, calls_s, **rates)
+        calls = layers * blocks
+        prefill = _streamed(prefill, expert_share, blocks * prompt_misses, calls, calls, calls_s, **rates)
     step += loop_s
     return {
         "decode_tok_s": 1 / step,
@@ -172,7 +189,8 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
     demand = layers * config.num_experts_per_tok
     num_experts, places, plan = layers * config.num_experts, choice.places, choice.plan
     slots = plan.num_slots if plan else num_experts
-    hit_rate, hit_source = expected_hits(files, slots, num_experts, demand) if layers else (1.0, "no routed experts")
+    usage = recorded_usage(files) if layers else None
+    hit_rate, hit_source = expected_hits(usage, slots, num_experts, demand) if layers else (1.0, "no routed experts")
     nbytes = sum(group["nbytes"] for role, group in counted["roles"].items() if role in memory.EXPERT_ROLES)
     expert_bytes = nbytes / num_experts if num_experts else 0.0
     disk, recode, calls_s = None, None, (0.0, 0.0)
@@ -208,8 +226,9 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         speed, loop_s=measure.loop_seconds(options), layers=max(layers, 1),
         expert_share=per_token["active_experts"] / max(per_token["total"], 1), demand=demand,
         miss_share=1 - hit_rate if choice.streams else 0.0, expert_bytes=expert_bytes,
-        disk_mb_s=disk["mb_s"] if disk else None, recode_gb_s=recode, experts_per_layer=max(config.num_experts, 1),
-        prompt=prompt, calls_s=calls_s, prompt_miss_share=1 - slots / num_experts if num_experts else None,
+        disk_mb_s=disk["mb_s"] if disk else None, recode_gb_s=recode,
+        prompt=prompt, calls_s=calls_s,
+        prompt_misses=prompt_misses(usage, slots, num_experts, demand, min(prompt, PREFILL_BLOCK)) if layers else 0.0,
     )  # fmt: skip
     spec = None
     if window > 1:
