@@ -149,6 +149,7 @@ def test_profiles_are_of_runs_that_do_not_count(tmp_path):
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"{t}, {a}" for t, a in expected]
     assert {e["pid"] for e in events if e["ph"] == "X"} == {1, 2, 3, 4}
+    assert "nothing was decoded" not in page and page.count("Weights read in the prefill") == 2
     for name in names:
         assert name in page and f"\n{name}:\n" in done.stderr
     assert done.stderr.count("prefill of 16 tokens") == 2 == done.stderr.count("decode of 4 tokens")

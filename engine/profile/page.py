@@ -184,14 +184,14 @@ def _acceptance(spec: dict | None) -> list[str]:
     return parts
 
 
-def _kernels(rows: list[dict]) -> list[str]:
+def _kernels(rows: list[dict], when: str) -> list[str]:
     cells = "".join(
         f"<tr><td>{escape(r['role'])}</td><td>{escape(r['format'])}</td><td>{r['seconds']:.3f}</td>"
         f"<td>{r['bytes'] / 1e9:.2f}</td><td>{r['gb_s']:.2f}</td></tr>"
         for r in rows
     )
     head = "<tr><th>product</th><th>format</th><th>seconds</th><th>GB</th><th>GB/s</th></tr>"
-    return ["<h2>Weights read while decoding</h2>", f"<table>{head}{cells}</table>"]
+    return [f"<h2>Weights read {when}</h2>", f"<table>{head}{cells}</table>"]
 
 
 def page(report: dict, profiler) -> str:
@@ -215,15 +215,20 @@ def section(report: dict, profiler, title: str = "millstream profile") -> str:
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(report['model'])}, tier {report['isa']}; {prefill['tokens']} tokens of prompt in "
         f"{prefill['wall_s']:.3f} s, {decode['tokens']} tokens in {decode['wall_s']:.3f} s.</p>",
-        f'<p class="verdict">{escape(report["verdict"])}</p>',
-        f'<p class="key">{key}</p>',
+    ]
+    average = [
         f"<h2>An average token: {decode['wall_s'] * 1e3 / max(decode['tokens'], 1):.4g} ms</h2>",
         _stacked(decode["phases"], decode["wall_s"], decode["tokens"], "time of an average token by phase"),
+    ]
+    prompt = [
         f"<h2>Prefill: {prefill['wall_s'] * 1e3:.4g} ms</h2>",
         _stacked(prefill["phases"], prefill["wall_s"], 0, "time of the prefill by phase"),
-        *_over_tokens(profiler.rounds),
-        *_kernels(decode["kernels"]),
-        *_heat_map(profiler.experts),
-        *_acceptance(report["spec"]),
     ]
+    key = f'<p class="key">{key}</p>'
+    if profiler.rounds:
+        body += [f'<p class="verdict">{escape(report["verdict"])}</p>', key, *average, *prompt]
+        body += [*_over_tokens(profiler.rounds), *_kernels(decode["kernels"], "while decoding")]
+    else:
+        body += [key, *prompt, *_kernels(prefill["kernels"], "in the prefill")]
+    body += [*_heat_map(profiler.experts), *_acceptance(report["spec"])]
     return "".join(body)
