@@ -76,9 +76,14 @@ class _PromptArm(EngineArm):
 
 
 def _compare(model, best: dict, changed: dict, ids, tokens: int, repeat: int, progress) -> tuple[Result, Result]:
-    positions = len(ids) + tokens + 1
-    arms = [_PromptArm(name, model, dict(o), positions, ids) for name, o in (("best", best), ("candidate", changed))]
-    before, after = measure(arms, [Test("decode", tokens, len(ids))], repeat, progress)
+    positions, arms = len(ids) + tokens + 1, []
+    try:
+        for name, options in (("best", best), ("candidate", changed)):
+            arms.append(_PromptArm(name, model, dict(options), positions, ids))
+        before, after = measure(arms, [Test("decode", tokens, len(ids))], repeat, progress)
+    finally:
+        for arm in arms:
+            arm.close()
     return before, after
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 
 import pytest
 from cli_program import run
@@ -9,6 +10,7 @@ from cli_program import run
 import engine
 from engine import tune
 from engine.bench import Result
+from engine.experts.cache import ExpertCache
 from engine.runtime import SHIPPED_MODEL
 
 
@@ -128,6 +130,21 @@ def test_a_model_with_settings_is_opened_once(model, monkeypatch):
     done = CliRunner().invoke(cli, ["generate", "In the", "-m", str(model), "-n", "2"])
     assert done.exit_code == 0 and "tuned: threads 1" in done.stderr
     assert len(opened) == 1
+
+
+def test_no_more_than_two_engines_are_in_memory(model, monkeypatch):
+    """Caches of those that were compared are gone before the next ones are made."""
+    alive, most = weakref.WeakSet(), []
+    real = ExpertCache.__init__
+
+    def made(cache, *args):
+        alive.add(cache)
+        most.append(len(alive))
+        real(cache, *args)
+
+    monkeypatch.setattr(ExpertCache, "__init__", made)
+    tune.tune(model, [("readers", [2, 3, 5])], [1, 2, 3], 8, 1, {"expert_slots": 12, "threads": 1})
+    assert len(most) >= 6 and max(most) == 2
 
 
 def test_progress_counts_every_measurement(monkeypatch):

@@ -108,9 +108,9 @@ def bench(click_context, model_argument, compare, as_json, **options):
     for line in (arm.note for arm in arms if arm.note):
         note(line)
     results = measuring.measure(arms, tests, options["repeat"], _progress, profiling.collector)
+    content = measuring.report(results, arms, shlex.join(["millstream", *sys.argv[1:]]))
     for arm in arms:
         arm.close()
-    content = measuring.report(results, arms, shlex.join(["millstream", *sys.argv[1:]]))
     _save("--save", options["save"], json.dumps(content, indent=1) + "\n")
     _save("--csv", options["csv_file"], measuring.as_csv(content))
     _save("--markdown", options["markdown"], measuring.as_markdown(content))

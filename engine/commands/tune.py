@@ -1,6 +1,7 @@
 """`millstream tune`: find the fastest settings for a model here, and keep them beside it."""
 
 import dataclasses
+import gc
 
 import click
 
@@ -43,6 +44,7 @@ def tune(model_argument, model, prompt, prompt_file, ram, max_tokens, repeat, dr
         raise ConfigError(f"tune: {len(ids)} prompt tokens and {max_tokens} more exceed the context of {room}")
     base, files, choices = _base(loaded, ram, tuning.streams(loaded)), loaded.files, tuning.candidates(loaded)
     del loaded  # its memory is for those that are compared
+    gc.collect()
     with Meter("tune", "measurements") as meter:
         outcome = tuning.tune(model, choices, ids, max_tokens, repeat, base, lambda t: note(_line(t)), meter.update)
     path = None if dry_run or not outcome.settings else tuning.save(files, outcome)
