@@ -19,7 +19,7 @@
 #endif
 /* The name holds a '-', so it overrides the one that the macro derives. */
 #pragma GCC diagnostic ignored "-Woverride-init"
-enum { BLOCK_BYTES = 98, SUBS = 8, INDEX_AT = 0, SIGNS_AT = 64 };
+enum { BLOCK_BYTES = 98, SUBS = 8, WORDS_AT = 0, WORDS = 24, INDEX_AT = 0, SIGNS_AT = 64 };
 #include "iq3_xxs.h"
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b + 96); }

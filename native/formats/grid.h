@@ -21,28 +21,67 @@ MOE_INLINE uint32_t even_signs(uint32_t s) {
 }
 
 #if MOE_TIER_ID == MOE_AVX2
-/* The same 32-bit field of eight rows. */
-MOE_INLINE __m256i rows32(const uint8_t *p, __m256i row_at) { return _mm256_i32gather_epi32((const int *)(const void *)p, row_at, 1); }
-MOE_INLINE __m256i words8(const uint32_t *grid, __m256i index) { return _mm256_i32gather_epi32((const int *)(const void *)grid, index, 4); }
+/* The 32-bit words of eight rows' blocks, lane = row: word k of the lanes is the bytes at `b` + 4k of each row. Four
+ * words at a time, the last ones again rather than past the block. A gather takes twice as long. */
+MOE_INLINE void rows_to_lanes(__m256i *lanes, const uint8_t *b, size_t row_bytes, int words) {
+    for (int k = 0; k < words; k += 4) {
+        const int at = k < words - 4 ? k : words - 4;
+        __m256i row[4], pair[4];
+        for (int r = 0; r < 4; r++) {
+            const uint8_t *from = b + 4 * at + (size_t)r * row_bytes;
+            __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const void *)from));
+            row[r] = _mm256_inserti128_si256(low, _mm_loadu_si128((const void *)(from + 4 * row_bytes)), 1);
+        }
+        for (int r = 0; r < 4; r += 2) {
+            pair[r] = _mm256_unpacklo_epi32(row[r], row[r + 1]);
+            pair[r + 1] = _mm256_unpackhi_epi32(row[r], row[r + 1]);
+        }
+        for (int r = 0; r < 2; r++) {
+            lanes[at + 2 * r] = _mm256_unpacklo_epi64(pair[r], pair[r + 2]);
+            lanes[at + 2 * r + 1] = _mm256_unpackhi_epi64(pair[r], pair[r + 2]);
+        }
+    }
+}
+MOE_INLINE __m256i words8(const uint32_t *grid, __m256i index) {
+    return _mm256_i32gather_epi32((const int *)(const void *)grid, index, 4);
+}
+MOE_INLINE __m256i both8(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
 /* Bits at .. at + bits - 1 of every lane. */
 MOE_INLINE __m256i field8(__m256i v, int at, int bits) {
     return _mm256_and_si256(_mm256_srli_epi32(v, at), _mm256_set1_epi32((1 << bits) - 1));
 }
-/* sign_word of byte `byte` of every lane. */
+/* Byte `byte` of every lane. */
+MOE_INLINE __m256i byte8(__m256i v, int byte) {
+    const __m256i at = _mm256_setr_epi8(0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12, -1, -1, -1,
+                                        0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12, -1, -1, -1);
+    return _mm256_shuffle_epi8(v, _mm256_add_epi8(at, _mm256_set1_epi32(byte)));
+}
+/* Bit `from` and the following of every lane at bits `to` .. to + bits - 1, the other bits 0. */
+MOE_INLINE __m256i moved8(__m256i v, int from, int to, int bits) {
+    v = from < to ? _mm256_slli_epi32(v, to - from) : from > to ? _mm256_srli_epi32(v, from - to) : v;
+    return _mm256_and_si256(v, _mm256_set1_epi32(((1 << bits) - 1) << to));
+}
+/* Odd sub-scales 2s + 1: s is bits at .. at + bits - 1. */
+MOE_INLINE __m256i odd8(__m256i v, int at, int bits) { return both8(moved8(v, at, 1, bits), _mm256_set1_epi32(1)); }
+/* sign_word of byte `byte` of every lane: of four copies of it byte j keeps bits j and j + 4, and moves up by 3 - j. */
 MOE_INLINE __m256i sign_words8(__m256i s, int byte) {
     const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12,
                                             0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
-    const __m256i low = _mm256_set1_epi32(0x08040201), high = _mm256_set1_epi32((int)0x80402010u);
-    __m256i b = _mm256_shuffle_epi8(s, _mm256_add_epi8(spread, _mm256_set1_epi8((char)byte)));
-    __m256i l = _mm256_cmpeq_epi8(_mm256_and_si256(b, low), low), h = _mm256_cmpeq_epi8(_mm256_and_si256(b, high), high);
-    return _mm256_or_si256(_mm256_and_si256(l, _mm256_set1_epi8(0x08)), _mm256_and_si256(h, _mm256_set1_epi8((char)0x80)));
+    __m256i copies = _mm256_shuffle_epi8(s, _mm256_add_epi8(spread, _mm256_set1_epi8((char)byte)));
+    __m256i v = _mm256_and_si256(copies, _mm256_set1_epi32((int)0x88442211u));
+    v = _mm256_add_epi32(v, _mm256_and_si256(copies, _mm256_set1_epi32(0x00440011))); /* bytes 0 and 2, one up */
+    return _mm256_mullo_epi16(v, _mm256_set1_epi32(0x00010004));                       /* bytes 0 and 1, two up */
 }
-/* even_signs of lanes that hold seven bits. */
+/* even_signs of every byte, whose bit 7 is 0. */
 MOE_INLINE __m256i even_signs8(__m256i s) {
     const __m256i odd = _mm256_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0,
                                          0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
-    __m256i fold = _mm256_and_si256(_mm256_xor_si256(s, _mm256_srli_epi32(s, 4)), _mm256_set1_epi32(15));
-    return _mm256_or_si256(s, _mm256_and_si256(_mm256_shuffle_epi8(odd, fold), _mm256_set1_epi32(128)));
+    __m256i fold = _mm256_and_si256(_mm256_xor_si256(s, _mm256_srli_epi32(s, 4)), _mm256_set1_epi8(15));
+    return both8(s, _mm256_shuffle_epi8(odd, fold));
+}
+/* Four fields of seven bits, one to a byte. */
+MOE_INLINE __m256i sevens8(__m256i s) {
+    return both8(both8(moved8(s, 0, 0, 7), moved8(s, 7, 8, 7)), both8(moved8(s, 14, 16, 7), moved8(s, 21, 24, 7)));
 }
 /* The low byte of every lane. */
 MOE_INLINE void put_bytes8(uint8_t *p, __m256i v) {

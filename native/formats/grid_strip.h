@@ -2,7 +2,8 @@
  *   BLOCK_BYTES, SUBS                                    bytes per 256 values, sub-scales per 256 values (8 or 16)
  *   uint16_t block_scale(block)                          bits of the fp16 scale
  *   void group32(word, sub, block, p)                    columns 32p..32p+31 of one row: four code words, SUBS / 8 subs
- *   void group32_rows8(word, sub, block, row_at, p)      AVX2: the same of eight rows, row_at bytes from `block`
+ *   WORDS_AT, WORDS                                      first byte and number of the 32-bit words that hold the rest
+ *   void group32_rows8(word, sub, lanes, p)              AVX2: group32 of eight rows, from those words, lane = row
  * Absent rows: d = 0, sub-scales 0, code 0. */
 #include "grid.h"
 
@@ -35,12 +36,14 @@ MOE_INLINE void absent_row(uint8_t *scales, uint8_t *code, int r, int blocks) {
 
 #if MOE_TIER_ID == MOE_AVX2
 MOE_INLINE void encode_rows8(uint8_t *scales, uint8_t *code, const uint8_t *rows, size_t row_bytes, int blocks) {
-    const __m256i row_at = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32((int)row_bytes));
+    __m256i lanes[WORDS];
     for (int i = 0; i < blocks; i++, rows += BLOCK_BYTES, scales += SCALE_BYTES) {
         for (int r = 0; r < 8; r++) put16(scales + 2 * r, block_scale(rows + (size_t)r * row_bytes));
+        rows_to_lanes(lanes, rows + WORDS_AT, row_bytes, WORDS);
+        _Pragma("GCC unroll 8")
         for (int p = 0; p < 8; p++, code += 128) {
             __m256i word[4], sub[SUBS32];
-            group32_rows8(word, sub, rows, row_at, p);
+            group32_rows8(word, sub, lanes, p);
             for (int k = 0; k < SUBS32; k++) put_bytes8(scales + 16 + 8 * (SUBS32 * p + k), sub[k]);
             for (int g = 0; g < 4; g++) _mm256_storeu_si256((void *)(code + 32 * g), word[g]);
         }
@@ -54,7 +57,7 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
     uint8_t *scales = (uint8_t *)strip, *code = scales + moe_round64(used);
     clear(scales + used, moe_round64(used) - used);
 #if MOE_TIER_ID == MOE_AVX2
-    if (num_rows == 8 && row_bytes < 1 << 28) { /* the offset of row 7 is an int32 */
+    if (num_rows == 8) {
         encode_rows8(scales, code, rows, row_bytes, blocks);
         return;
     }

@@ -8,7 +8,7 @@
  * Produced by llama.cpp-style quantizers. Layout nib8_iq1_m, lossless: y = d / 8 * (2s + 1) * (8 grid +- 1), six
  * weights, the sign of delta in bit 3 of the code; 56 bytes become 146. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 56, SUBS = 16 };
+enum { BLOCK_BYTES = 56, SUBS = 16, WORDS_AT = 0, WORDS = 14 };
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) {
     return (uint16_t)(b[49] >> 4 | (b[51] & 0xf0) | (b[53] & 0xf0) << 4 | (b[55] & 0xf0) << 8);
@@ -23,16 +23,17 @@ MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
     }
 }
 #if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i q = rows32(b + 4 * p, row_at), h = rows32(b + 32 + 4 * (p / 2), row_at), s = rows32(b + 48 + (p & 4), row_at);
+MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const __m256i *w, int p) {
     const __m256i every = _mm256_set1_epi32((int)0x88888888u);
-    int at = 16 * (p / 2 & 1) + 6 * (p & 1);
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(field8(s, at, 3), 1), _mm256_set1_epi32(1));
-    sub[1] = _mm256_or_si256(_mm256_slli_epi32(field8(s, at + 3, 3), 1), _mm256_set1_epi32(1));
+    const int at = 16 * (p / 2 & 1) + 6 * (p & 1);
+    __m256i q = w[p], h = w[8 + p / 2], s = w[12 + p / 4];
+    sub[0] = odd8(s, at, 3);
+    sub[1] = odd8(s, at + 3, 3);
     for (int g = 0; g < 4; g++) {
-        __m256i n = _mm256_srli_epi32(h, 16 * (p & 1) + 4 * g), top = _mm256_slli_epi32(field8(n, 0, 3), 8);
-        __m256i delta = _mm256_and_si256(_mm256_srai_epi32(_mm256_slli_epi32(n, 28), 31), every);
-        word[g] = _mm256_or_si256(words8(grid_iq1, _mm256_or_si256(field8(q, 8 * g, 8), top)), delta);
+        const int bit = 16 * (p & 1) + 4 * g;
+        __m256i index = both8(byte8(q, g), moved8(h, bit, 8, 3));
+        __m256i delta = _mm256_and_si256(_mm256_srai_epi32(_mm256_slli_epi32(h, 28 - bit), 31), every);
+        word[g] = both8(words8(grid_iq1, index), delta);
     }
 }
 #endif

@@ -8,7 +8,7 @@
  * Produced by llama.cpp-style quantizers. Layout nib8_iq1_s, lossless: y = d / 8 * (2s + 1) * (8 grid +- 1), six
  * weights, the sign of delta in bit 3 of the code; 50 bytes become 138. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 50, SUBS = 8 };
+enum { BLOCK_BYTES = 50, SUBS = 8, WORDS_AT = 2, WORDS = 12 };
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b); }
 MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
@@ -18,13 +18,14 @@ MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
         word[g] = grid_iq1[b[2 + 4 * p + g] | (h >> 3 * g & 7) << 8] | (h >> 15) * 0x88888888u;
 }
 #if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i q = rows32(b + 2 + 4 * p, row_at), h = _mm256_srli_epi32(rows32(b + 34 + 4 * (p / 2), row_at), 16 * (p & 1));
-    __m256i delta = _mm256_and_si256(_mm256_srai_epi32(_mm256_slli_epi32(h, 16), 31), _mm256_set1_epi32((int)0x88888888u));
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(field8(h, 12, 3), 1), _mm256_set1_epi32(1));
+MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const __m256i *w, int p) {
+    const int at = 16 * (p & 1);
+    __m256i q = w[p], h = w[8 + p / 2], delta = _mm256_srai_epi32(at ? h : _mm256_slli_epi32(h, 16), 31);
+    delta = _mm256_and_si256(delta, _mm256_set1_epi32((int)0x88888888u));
+    sub[0] = odd8(h, at + 12, 3);
     for (int g = 0; g < 4; g++) {
-        __m256i top = _mm256_slli_epi32(field8(h, 3 * g, 3), 8);
-        word[g] = _mm256_or_si256(words8(grid_iq1, _mm256_or_si256(field8(q, 8 * g, 8), top)), delta);
+        __m256i index = both8(byte8(q, g), moved8(h, at + 3 * g, 8, 3));
+        word[g] = both8(words8(grid_iq1, index), delta);
     }
 }
 #endif

@@ -10,7 +10,7 @@
  * Produced by llama.cpp-style quantizers. Layout nib8_iq2_s, lossless: y = d / 8 * (2s + 1) * +-grid; 82 bytes become
  * 146. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 82, SUBS = 16 };
+enum { BLOCK_BYTES = 82, SUBS = 16, WORDS_AT = 2, WORDS = 20 };
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b); }
 MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
@@ -22,14 +22,13 @@ MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
     }
 }
 #if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i q = rows32(b + 2 + 4 * p, row_at), signs = rows32(b + 34 + 4 * p, row_at);
-    __m256i high = rows32(b + 66 + (p & 4), row_at), s = rows32(b + 74 + (p & 4), row_at);
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(field8(s, 8 * (p & 3), 4), 1), _mm256_set1_epi32(1));
-    sub[1] = _mm256_or_si256(_mm256_slli_epi32(field8(s, 8 * (p & 3) + 4, 4), 1), _mm256_set1_epi32(1));
+MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const __m256i *w, int p) {
+    __m256i q = w[p], signs = w[8 + p], high = w[16 + p / 4], s = w[18 + p / 4];
+    sub[0] = odd8(s, 8 * (p & 3), 4);
+    sub[1] = odd8(s, 8 * (p & 3) + 4, 4);
     for (int g = 0; g < 4; g++) {
-        __m256i top = _mm256_slli_epi32(field8(high, 8 * (p & 3) + 2 * g, 2), 8);
-        word[g] = _mm256_or_si256(words8(grid_iq2_s, _mm256_or_si256(field8(q, 8 * g, 8), top)), sign_words8(signs, g));
+        __m256i index = both8(byte8(q, g), moved8(high, 8 * (p & 3) + 2 * g, 8, 2));
+        word[g] = both8(words8(grid_iq2_s, index), sign_words8(signs, g));
     }
 }
 #endif

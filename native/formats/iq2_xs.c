@@ -8,7 +8,7 @@
  * Produced by llama.cpp-style quantizers. Layout nib8_iq2_s, lossless: y = d / 8 * (2s + 1) * +-grid; 74 bytes become
  * 146. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 74, SUBS = 16 };
+enum { BLOCK_BYTES = 74, SUBS = 16, WORDS_AT = 2, WORDS = 18 };
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b); }
 MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
@@ -20,14 +20,15 @@ MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
     }
 }
 #if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i s = rows32(b + 66 + (p & 4), row_at);
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(field8(s, 8 * (p & 3), 4), 1), _mm256_set1_epi32(1));
-    sub[1] = _mm256_or_si256(_mm256_slli_epi32(field8(s, 8 * (p & 3) + 4, 4), 1), _mm256_set1_epi32(1));
-    for (int g = 0; g < 4; g += 2) {
-        __m256i q = rows32(b + 2 + 8 * p + 2 * g, row_at);
-        word[g] = _mm256_or_si256(words8(grid_iq2_xs, field8(q, 0, 9)), sign_words8(even_signs8(field8(q, 9, 7)), 0));
-        word[g + 1] = _mm256_or_si256(words8(grid_iq2_xs, field8(q, 16, 9)), sign_words8(even_signs8(field8(q, 25, 7)), 0));
+MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const __m256i *w, int p) {
+    __m256i s = w[16 + p / 4];
+    sub[0] = odd8(s, 8 * (p & 3), 4);
+    sub[1] = odd8(s, 8 * (p & 3) + 4, 4);
+    for (int g = 0; g < 4; g += 2) { /* two u16: the seven signs to bytes 1 and 3 */
+        __m256i q = w[2 * p + g / 2], signs = _mm256_and_si256(_mm256_srli_epi32(q, 1), _mm256_set1_epi32(0x7f007f00));
+        signs = even_signs8(signs);
+        word[g] = both8(words8(grid_iq2_xs, field8(q, 0, 9)), sign_words8(signs, 1));
+        word[g + 1] = both8(words8(grid_iq2_xs, field8(q, 16, 9)), sign_words8(signs, 3));
     }
 }
 #endif

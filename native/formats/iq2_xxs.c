@@ -7,7 +7,7 @@
  * Produced by llama.cpp-style quantizers. Layout nib8_iq2_xxs, lossless: y = d / 8 * (2s + 1) * +-grid; 66 bytes become
  * 138. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 66, SUBS = 8 };
+enum { BLOCK_BYTES = 66, SUBS = 8, WORDS_AT = 2, WORDS = 16 };
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b); }
 MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
@@ -17,11 +17,10 @@ MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
     for (int g = 0; g < 4; g++) word[g] = grid_iq2_xxs[q[g]] | sign_word(even_signs(s >> 7 * g));
 }
 #if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i q = rows32(b + 2 + 8 * p, row_at), s = rows32(b + 6 + 8 * p, row_at);
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(s, 28), 1), _mm256_set1_epi32(1));
-    for (int g = 0; g < 4; g++)
-        word[g] = _mm256_or_si256(words8(grid_iq2_xxs, field8(q, 8 * g, 8)), sign_words8(even_signs8(field8(s, 7 * g, 7)), 0));
+MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const __m256i *w, int p) {
+    __m256i q = w[2 * p], s = w[2 * p + 1], signs = even_signs8(sevens8(s));
+    sub[0] = odd8(s, 28, 4);
+    for (int g = 0; g < 4; g++) word[g] = both8(words8(grid_iq2_xxs, byte8(q, g)), sign_words8(signs, g));
 }
 #endif
 

@@ -9,7 +9,7 @@
  *
  * Produced by llama.cpp-style quantizers. Layout nib8_iq3_s, lossless: 110 bytes become 138. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 110, SUBS = 8 };
+enum { BLOCK_BYTES = 110, SUBS = 8, WORDS_AT = 2, WORDS = 27 };
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b); }
 MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
@@ -23,17 +23,15 @@ MOE_INLINE void group32(uint32_t *word, uint8_t *sub, const uint8_t *b, int p) {
     }
 }
 #if MOE_TIER_ID == MOE_AVX2
-MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const uint8_t *b, __m256i row_at, int p) {
-    __m256i q[2] = {rows32(b + 2 + 8 * p, row_at), rows32(b + 6 + 8 * p, row_at)}, signs = rows32(b + 74 + 4 * p, row_at);
-    __m256i ninth = rows32(b + 66 + (p & 4), row_at), s = rows32(b + 106, row_at), bit8 = _mm256_set1_epi32(256);
-    sub[0] = _mm256_or_si256(_mm256_slli_epi32(field8(s, 4 * p, 4), 1), _mm256_set1_epi32(1));
-    ninth = _mm256_srli_epi32(ninth, 8 * (p & 3));
+MOE_INLINE void group32_rows8(__m256i *word, __m256i *sub, const __m256i *w, int p) {
+    __m256i ninth = w[16 + p / 4], signs = w[18 + p];
+    sub[0] = odd8(w[26], 4 * p, 4);
     for (int g = 0; g < 4; g++) {
-        __m256i h0 = _mm256_and_si256(_mm256_slli_epi32(ninth, 8 - 2 * g), bit8);
-        __m256i h1 = _mm256_and_si256(_mm256_slli_epi32(ninth, 7 - 2 * g), bit8);
-        __m256i left = words8(grid_iq3_s, _mm256_or_si256(field8(q[g / 2], 16 * (g & 1), 8), h0));
-        __m256i right = words8(grid_iq3_s, _mm256_or_si256(field8(q[g / 2], 16 * (g & 1) + 8, 8), h1));
-        word[g] = _mm256_or_si256(_mm256_or_si256(left, _mm256_slli_epi32(right, 4)), sign_words8(signs, g));
+        const int bit = 8 * (p & 3) + 2 * g, byte = 2 * (g & 1);
+        __m256i q = w[2 * p + g / 2], left = both8(byte8(q, byte), moved8(ninth, bit, 8, 1));
+        __m256i right = words8(grid_iq3_s, both8(byte8(q, byte + 1), moved8(ninth, bit + 1, 8, 1)));
+        word[g] = both8(words8(grid_iq3_s, left), _mm256_slli_epi32(right, 4));
+        word[g] = both8(word[g], sign_words8(signs, g));
     }
 }
 #endif

@@ -9,7 +9,7 @@
  * Produced by llama.cpp-style quantizers. Layout nib8_iq3_xxs, lossless: the grid is even, so
  * y = d / 2 * (2s + 1) * +-grid/2; 98 bytes become 138. Only read. */
 #include "grid.h"
-enum { BLOCK_BYTES = 98, SUBS = 8, INDEX_AT = 2, SIGNS_AT = 66 };
+enum { BLOCK_BYTES = 98, SUBS = 8, WORDS_AT = 2, WORDS = 24, INDEX_AT = 2, SIGNS_AT = 66 };
 #include "iq3_xxs.h"
 
 MOE_INLINE uint16_t block_scale(const uint8_t *b) { return get16(b); }
