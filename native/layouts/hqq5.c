@@ -184,6 +184,8 @@ enum { LANES = 4, PREFETCH_BYTES = PANEL * HQQ5_BLOCK };
 typedef __m256 lanes;
 /* Fixes where a sum is updated. Without it gcc reassociates the adds, holds many products and spills them. */
 #define PIN(v) __asm__ volatile("" : "+x"(v))
+/* Broadcasts of q are cheap loads; kept for the next eight rows they take the registers that the sets need. */
+#define FORGET_LOADS() __asm__ volatile("" ::: "memory")
 MOE_INLINE lanes lanes_zero(void) { return _mm256_setzero_ps(); }
 MOE_INLINE void lanes_store(float *y, lanes v) { _mm256_storeu_ps(y, v); }
 MOE_INLINE __m256i four(const int8_t *p) { /* four bytes to every lane */
@@ -210,6 +212,7 @@ MOE_INLINE void dot(lanes *acc, const uint8_t *block, const struct prepared *p, 
         const char *ahead = (const char *)block + PREFETCH_BYTES + 192 * i;
         HQQ5_UNROLL for (int line = 0; line < 3; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
         unpack(set, block + HQQ5_META + 32 * i);
+        FORGET_LOADS();
         HQQ5_UNROLL for (int t = 0; t < T; t++) {
             const int8_t *q = p[t].q[b];
             __m256i sum[2], is = _mm256_set1_epi32(p[t].start[b]);
