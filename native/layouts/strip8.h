@@ -34,6 +34,7 @@ struct strip_spec {
     int sub;              /* span 256: columns per int8 sub-scale: 16, 32, 0: none */
     int min;              /* 1: span 32 or 256 with a minimum */
     int unpacked;         /* set by a kernel for itself: codes are its own scratch */
+    int sizes;            /* set by a kernel for itself: |x| is at hand */
     int shift;            /* the float scale counts 2^-shift times (exact: fp16 has 2^-24, float32 goes to 2^-149) */
 };
 enum strip_scale_kind { STRIP_F16, STRIP_F32, STRIP_E8M0, STRIP_E4M3 };

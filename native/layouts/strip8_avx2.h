@@ -12,6 +12,7 @@ typedef __m256 strip_floats;
 typedef __m256i strip_ints;
 /* STRIP_UNPACKED_BYTES per 32 columns: weights that become unsigned take half of them. */
 enum { STRIPS = 1, TILE_SETS = 1, TILE_TOKENS = 8, STRIP_UNPACKED_BYTES = 512, STRIP_START_BYTES = 32 };
+enum { STRIP_SIZE_TOKENS = 4, STRIP_SIZE_COLS = 8192 };
 #include "strip8_x86.h"
 
 MOE_INLINE __m256i strip_four(const char *p) { return _mm256_set1_epi32(strip_load4(p)); } /* to every lane */
@@ -70,14 +71,16 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, 
             if (s.bits == 8) pair[v & 1] = strip_bytes(s, code + byte);
             else if (!(v & 1)) strip_nibbles(s, pair, code + byte, table);
             sign[r] = pair[v & 1];
-            w[r] = s.reach ? sign[r] : _mm256_abs_epi8(sign[r]);
+            w[r] = s.reach || s.sizes ? sign[r] : _mm256_abs_epi8(sign[r]);
         }
         STRIP_UNROLL for (int t = 0; t < T; t++) {
             const __m256i four = strip_four(x.q[t] + col + (size_t)(4 * v));
             STRIP_UNROLL for (int r = 0; r < R; r++) {
                 __m256i a = four;
-                if (!s.reach) a = s.unpacked ? _mm256_xor_si256(a, sign[r]) : _mm256_sign_epi8(a, sign[r]);
-                a = _mm256_maddubs_epi16(w[r], a);
+                if (s.sizes) a = _mm256_sign_epi8(w[r], four);
+                else if (!s.reach) a = s.unpacked ? _mm256_xor_si256(a, sign[r]) : _mm256_sign_epi8(a, sign[r]);
+                if (s.sizes) a = _mm256_maddubs_epi16(strip_four(x.size[t] + col + (size_t)(4 * v)), a);
+                else a = _mm256_maddubs_epi16(w[r], a);
                 if (held) a = _mm256_add_epi16(sum[R * t + r], a);
                 if (widen) {
                     is[R * t + r] = _mm256_add_epi32(is[R * t + r], _mm256_madd_epi16(a, scale[r][v / 4]));
@@ -93,10 +96,10 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, 
 }
 
 /* ---- scales of eight rows ---- */
-MOE_INLINE __m256 strip_e8m0_8(__m256i e) {
-    __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e); /* e < 2; a count past 31 gives 0 */
-    __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
+MOE_INLINE __m256 strip_e8m0_8(__m256i e) { /* the larger pattern is the right one on both sides of e = 2 */
+    __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23); /* negative for 0 */
+    __m256i small = _mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(1)), 21);  /* e < 2 */
+    return _mm256_castsi256_ps(_mm256_max_epi32(normal, small));
 }
 MOE_INLINE __m256 strip_e4m3_8(__m256i v) {
     __m256i e = _mm256_and_si256(_mm256_srli_epi32(v, 3), _mm256_set1_epi32(15)), m = _mm256_and_si256(v, _mm256_set1_epi32(7));
@@ -258,6 +261,21 @@ MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struc
                 starts += STRIP_START_BYTES;
             }
         }
+}
+
+/* |x| of up to STRIP_SIZE_TOKENS tokens, once per call: then a weight takes the sign of x instead of x that of the weight,
+ * and |weight| is not needed. Only tables, whose weights all have a negative. */
+MOE_INLINE int strip_sizes(struct strip_spec s, int cols, int T) {
+    return s.bits == 4 && !s.reach && T <= STRIP_SIZE_TOKENS && cols <= STRIP_SIZE_COLS;
+}
+MOE_INLINE void strip_size_of(struct strip_x *x, char *out, int cols, int T) {
+    for (int t = 0; t < T; t++, out += cols) {
+        for (int c = 0; c < cols; c += 32) {
+            __m256i q = _mm256_loadu_si256((const void *)(x->q[t] + c));
+            _mm256_storeu_si256((void *)(out + c), _mm256_abs_epi8(q));
+        }
+        x->size[t] = out;
+    }
 }
 
 #include "strip8_run.h"

@@ -24,9 +24,8 @@ MOE_INLINE void strip_columns(struct strip_spec s, strip_floats *acc, struct str
     }
 }
 
-MOE_INLINE void strip_range(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
-                            const void *const *x, int T) {
-    const struct strip_x v = strip_x(s, x, cols, T);
+MOE_INLINE void strip_range_of(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
+                               struct strip_x v, int T) {
     const strip_ints table = strip_table(s);
     if (rows > 8 * last) rows = 8 * last;
     for (int row = 8 * first; row < rows; row += 8 * STRIPS) {
@@ -36,6 +35,20 @@ MOE_INLINE void strip_range(struct strip_spec s, float *const *y, const void *w,
         strip_columns(s, acc, strip_at(s, strip, rows - row, cols, 1), v, 0, (size_t)cols, T, 1, table);
         STRIP_UNROLL for (int t = 0; t < T; t++) strip_store(y[t] + row, acc[t], rows - row);
     }
+}
+
+MOE_INLINE void strip_range(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
+                            const void *const *x, int T) {
+    struct strip_x v = strip_x(s, x, cols, T);
+    if (!strip_sizes(s, cols, T)) {
+        strip_range_of(s, y, w, rows, cols, first, last, v, T);
+        return;
+    }
+    char sizes[STRIP_SIZE_TOKENS * STRIP_SIZE_COLS];
+    struct strip_spec sized = s;
+    sized.sizes = 1;
+    strip_size_of(&v, sizes, cols, T);
+    strip_range_of(sized, y, w, rows, cols, first, last, v, T);
 }
 
 /* Token counts without a body of their own run as two calls: same bits, and half the code to compile. */

@@ -12,13 +12,13 @@ enum { STRIP_PREFETCH_BYTES = 4096 };
 
 /* Activations of the call: the parts lie at the same distances in every token. */
 struct strip_x {
-    const char *q[MOE_MAX_TOKENS];
+    const char *q[MOE_MAX_TOKENS], *size[MOE_MAX_TOKENS]; /* size: |q| */
     size_t d, sum16;
 };
 MOE_INLINE struct strip_x strip_x(struct strip_spec s, const void *const *x, int cols, int num_tokens) {
     struct strip_x v;
     struct moe_act_view a = moe_act_view(x[0], strip_activation(s), cols);
-    for (int t = 0; t < num_tokens; t++) v.q[t] = (const char *)x[t];
+    for (int t = 0; t < num_tokens; t++) v.q[t] = v.size[t] = (const char *)x[t];
     v.d = (size_t)((const char *)a.d - v.q[0]);
     v.sum16 = (size_t)((const char *)a.sum16 - v.q[0]);
     return v;
