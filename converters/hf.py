@@ -159,11 +159,17 @@ class _Job:
 
         def produce(record):
             source, made, told = self.sources[record.name], 0, 0
-            for chunk in self.quantizer.chunks(record, source):
-                made += chunk.nbytes  # a large tensor takes minutes: every chunk moves the bar
-                share = source.nbytes * made // record.nbytes
-                meter.add(share - told, record.name)
-                told = share
+
+            def tell(share: float):  # a large tensor takes minutes: every chunk moves the bar
+                nonlocal told
+                done = int(source.nbytes * share)
+                if done > told:
+                    meter.add(done - told, record.name)
+                told = done
+
+            for chunk in self.quantizer.chunks(record, source, tell):
+                made += chunk.nbytes
+                tell(made / record.nbytes)
                 yield chunk
 
         with tempfile.TemporaryDirectory() as folder, SnapshotWriter(out, force) as writer:

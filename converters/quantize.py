@@ -1,6 +1,6 @@
 """Source tensors to stored bytes, chunk of rows by chunk of rows. Owns no mathematics: formats quantize themselves."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,9 +119,11 @@ class Quantizer:
 
     # ---- producing ---------------------------------------------------------------------------------------------------
 
-    def chunks(self, record: TensorRecord, source: SourceTensor) -> Iterator[np.ndarray]:
+    def chunks(
+        self, record: TensorRecord, source: SourceTensor, tell: Callable[[float], None] = lambda share: None
+    ) -> Iterator[np.ndarray]:
         """The stored bytes of a tensor, in order, as uint8 arrays; memory for one chunk of rows, or for the whole
-        tensor where its rows share data.
+        tensor where its rows share data. Then it takes one chunk, and `tell` hears the share that is done on the way.
 
         Raises: NonFiniteError for a NaN or infinite weight, or one that the format cannot hold.
         """
@@ -136,7 +138,7 @@ class Quantizer:
                 continue
             x = self._floats(source, first, last).reshape(last - first, cols)
             self._check_finite(source, x, first)
-            stored = self._context.quantize(record.format, x)
+            stored = self._quantized(record.format, x, tell)
             bad = self._context.check_rows(record.format, stored, last - first, cols)
             if bad is not None:
                 raise NonFiniteError(
@@ -146,6 +148,11 @@ class Quantizer:
             if record.layout is not None:
                 stored = self._context.encode(record.format, stored, last - first, cols)
             yield stored.reshape(-1)
+
+    def _quantized(self, format_name: str, x: np.ndarray, tell: Callable[[float], None]) -> np.ndarray:
+        if self._formats[format_name].group_rows:
+            return self._context.quantize_groups(format_name, x, _CHUNK_VALUES, tell)
+        return self._context.quantize(format_name, x)
 
     def _as_stored(self, record: TensorRecord, source: ViewSource, first: int, last: int) -> np.ndarray:
         """Rows that the checkpoint holds in this format already."""

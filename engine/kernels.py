@@ -5,6 +5,7 @@ statuses into errors.
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -299,6 +300,24 @@ class Context:
         out = np.empty((rows, self.row_bytes(format_name, cols)), np.uint8)
         status = lib.moe_quantize(self.handle, address(out), format_name.encode(), address(x, "float *"), rows, cols)
         check(status, f"quantize to {format_name}")
+        return out
+
+    def quantize_groups(
+        self, format_name: str, x: np.ndarray, values: int, tell: Callable[[float], None]
+    ) -> np.ndarray:
+        """`quantize` of a matrix whose rows share data, about `values` weights per native call: `tell` hears the share
+        that is done after each."""
+        x = np.ascontiguousarray(x, np.float32)
+        rows, cols = x.shape
+        self._check_rows(format_name, rows)
+        out = np.empty((rows, self.row_bytes(format_name, cols)), np.uint8)
+        group_rows = self.format(format_name).group_rows
+        groups, step = rows // group_rows, max(1, values // (group_rows * cols))
+        args = (self.handle, address(out), format_name.encode(), address(x, "float *"), rows, cols)
+        for first in range(0, groups, step):
+            last = min(first + step, groups)
+            check(lib.moe_quantize_groups(*args, first, last), f"quantize to {format_name}")
+            tell(last / groups)
         return out
 
     def encode(self, format_name: str, storage: np.ndarray, rows: int, cols: int) -> np.ndarray:

@@ -192,7 +192,7 @@ struct quantize_job {
     char *out;
     const float *x;
     size_t row_bytes;
-    int64_t rows;
+    int64_t rows, first_group;
     int cols;
     atomic_int bad;
 };
@@ -210,7 +210,7 @@ static void quantize_rows(void *arg, int64_t first, int64_t last) {
 static void quantize_groups(void *arg, int64_t first, int64_t last) {
     struct quantize_job *j = arg;
     int64_t groups = j->rows / j->format->group_rows;
-    for (int64_t g = first; g < last; g++) {
+    for (int64_t g = j->first_group + first; g < j->first_group + last; g++) {
         for (int64_t r = g; r < j->rows; r += groups)
             if (!j->vec->all_finite(j->x + r * j->cols, j->cols))
                 atomic_store_explicit(&j->bad, 1, memory_order_relaxed);
@@ -218,16 +218,32 @@ static void quantize_groups(void *arg, int64_t first, int64_t last) {
     }
 }
 
+/* `count` units from unit `first` on: groups, or rows where those stand alone. */
+static int quantize_units(struct moe_ctx *ctx, void *out, const struct moe_format *f, const float *x, int64_t rows,
+                          int cols, int64_t first, int64_t count) {
+    uint32_t saved = moe_enter(ctx);
+    struct quantize_job job = {.vec = ctx->vec, .format = f, .out = out, .x = x, .row_bytes = moe_row_bytes(f, cols),
+                               .rows = rows, .cols = cols, .first_group = first};
+    if (f->group_rows) parallel_spans(ctx, count, 1, quantize_groups, &job);
+    else parallel_spans(ctx, count, TASK_ELEMENTS / cols + 1, quantize_rows, &job);
+    return moe_leave(ctx, saved, job.bad ? MOE_NONFINITE : MOE_OK);
+}
+
 int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols) {
     const struct moe_format *f = scalar_format(format);
     if (!ctx || !out || !format || !x || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
     if (!f || !(f->group_rows ? f->quantize_group != 0 : f->quantize_row != 0)) return MOE_NO_KERNEL;
     if (!storage_ok(f, rows, cols)) return MOE_BAD_ARGUMENT;
-    uint32_t saved = moe_enter(ctx);
-    struct quantize_job job = {ctx->vec, f, out, x, moe_row_bytes(f, cols), rows, cols, 0};
-    if (f->group_rows) parallel_spans(ctx, rows / f->group_rows, 1, quantize_groups, &job);
-    else parallel_spans(ctx, rows, TASK_ELEMENTS / cols + 1, quantize_rows, &job);
-    return moe_leave(ctx, saved, job.bad ? MOE_NONFINITE : MOE_OK);
+    return quantize_units(ctx, out, f, x, rows, cols, 0, f->group_rows ? rows / f->group_rows : rows);
+}
+
+int moe_quantize_groups(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols,
+                        int64_t first, int64_t last) {
+    const struct moe_format *f = scalar_format(format);
+    if (!ctx || !out || !format || !x || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
+    if (!f || !f->group_rows || !f->quantize_group) return MOE_NO_KERNEL;
+    if (!storage_ok(f, rows, cols) || first < 0 || first > last || last > rows / f->group_rows) return MOE_BAD_ARGUMENT;
+    return quantize_units(ctx, out, f, x, rows, cols, first, last - first);
 }
 
 struct check_job {

@@ -131,6 +131,9 @@ int moe_encode(struct moe_ctx *ctx, void *out, const struct moe_format *format, 
                const void *rows_in, int rows, int cols);
 /* float32 [rows, cols] -> storage rows, all threads. */
 int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols);
+/* Groups [first, last) of a matrix whose rows share data: out and x are the whole matrix. */
+int moe_quantize_groups(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols,
+                        int64_t first, int64_t last);
 /* First (row * blocks_per_row + block) with a non-finite scale, or -1; < -1 is a status. With group_rows: the row is the
  * number of the group, which is its first row. */
 int64_t moe_check_rows(struct moe_ctx *ctx, const char *format, const void *rows_in, int64_t rows, int cols);

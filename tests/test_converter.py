@@ -1,5 +1,6 @@
 """Hugging Face directories to snapshots: lossless where promised, the same from any sharding, refused when broken."""
 
+import collections
 import itertools
 import json
 import subprocess
@@ -203,6 +204,16 @@ def test_one_large_tensor_moves_the_progress(tmp_path, monkeypatch):
     assert len(seen) > 3 * report.num_tensors
     assert seen[-1].done_bytes == report.source_bytes
     assert all(a.done_bytes <= b.done_bytes for a, b in itertools.pairwise(seen))
+
+
+def test_a_tensor_whose_rows_share_data_moves_the_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr("converters.quantize._CHUNK_VALUES", 256)
+    seen, hf = [], hf_dir(tmp_path)
+    make_snapshot(hf, tmp_path / "s", dense="hqq5-ax0-g32", embed="f32", head="f32", progress=seen.append)
+    steps = collections.Counter(p.name for p in seen)
+    rows = len(weights_of("mha_base")["model.layers.0.self_attn.q_proj.weight"])
+    assert steps["model.layers.0.self_attn.q_proj.weight"] == rows // 32 > 1
+    assert all(a.done_bytes < b.done_bytes for a, b in itertools.pairwise(seen))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -321,6 +321,23 @@ def test_quantizer_is_the_same_for_every_tier_and_thread_count():
         np.testing.assert_array_equal(kernels.Context(tier, threads).quantize(NAME, x), want)
 
 
+@pytest.mark.parametrize("values", [1, 3 * 32 * 160, 1 << 20])
+def test_groups_by_and_by_are_the_whole_matrix(values):
+    """192 rows are six groups: one, three and all of them per native call."""
+    x, told = seeded("by and by").standard_normal((192, 160)).astype(np.float32), []
+    got = kernels.Context(None, 2).quantize_groups(NAME, x, values, told.append)
+    np.testing.assert_array_equal(got, kernels.Context("scalar", 1).quantize(NAME, x))
+    assert told == {1: [n / 6 for n in range(1, 7)], 3 * 32 * 160: [0.5, 1.0]}.get(values, [1.0])
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 1), (2, 1), (0, 3)])
+def test_groups_that_the_matrix_lacks_are_refused(first, last):
+    x, out = np.zeros((64, 32), np.float32), np.full((64, 64), 7, np.uint8)
+    args = (kernels.address(out), NAME.encode(), kernels.address(x, "float *"), 64, 32)
+    assert kernels.lib.moe_quantize_groups(kernels.Context(None, 1).handle, *args, first, last) < 0
+    assert (out == 7).all()
+
+
 def test_quantizer_survives_hard_columns():
     rng = seeded("hard")
     x = rng.standard_normal((32, 320)).astype(np.float32)
