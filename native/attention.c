@@ -57,8 +57,10 @@ static void store_token(void *arg, int t, int worker) {
     if (job->kv->v) store_rows(job, job->kv->v, job->v, job->kv->value_dim, t);
 }
 
-int moe_kv_store(struct moe_ctx *ctx, struct moe_kv *kv, const float *k, const float *v, int first_position, int num_tokens) {
-    if (!ctx || !kv_is_valid(kv) || !range_is_valid(first_position, num_tokens) || num_tokens > kv->capacity) return MOE_BAD_ARGUMENT;
+int moe_kv_store(struct moe_ctx *ctx, struct moe_kv *kv, const float *k, const float *v, int first_position,
+                 int num_tokens) {
+    if (!ctx || !kv_is_valid(kv) || !range_is_valid(first_position, num_tokens) || num_tokens > kv->capacity)
+        return MOE_BAD_ARGUMENT;
     if (num_tokens == 0) return MOE_OK;
     if (!k || (kv->v && !v)) return MOE_BAD_ARGUMENT;
     uint32_t saved = moe_enter(ctx);
@@ -80,7 +82,7 @@ struct attention_job {
     int first_position, window;
     float scale;
     int block, num_blocks;            /* tokens per task, and how many such blocks */
-    float *worker;                    /* per worker: keys [CHUNK, D], values [CHUNK, V], out [V], max and sum [block * part] */
+    float *worker; /* per worker: keys [CHUNK, D], values [CHUNK, V], out [V], max and sum [block * part] */
     size_t worker_floats;
     int first_chunk, num_chunks;      /* of the spread mode: every chunk that some token sees */
     int segment;                      /* chunks per task */
@@ -106,7 +108,8 @@ struct chunk_view {
     int first;
 };
 
-static struct chunk_view open_chunk(const struct attention_job *job, int head, int first, int last, int num_queries, float *buffer) {
+static struct chunk_view open_chunk(const struct attention_job *job, int head, int first, int last, int num_queries,
+                                    float *buffer) {
     const struct moe_kv *kv = job->kv;
     struct chunk_view view = {{.head_dim = kv->head_dim, .value_dim = kv->value_dim, .is_f32 = kv->is_f32}, first};
     struct moe_kv_rows *rows = &view.rows;
@@ -132,8 +135,8 @@ static int visible_rows(const struct attention_job *job, int chunk, int position
     return last - *first + 1;
 }
 
-static void run_chunk(const struct attention_job *job, const struct chunk_view *view, int first, int n, size_t row, float *out,
-                      float *max, float *sum) {
+static void run_chunk(const struct attention_job *job, const struct chunk_view *view, int first, int n, size_t row,
+                      float *out, float *max, float *sum) {
     const size_t skip = (size_t)(first - view->first) * (view->rows.is_f32 ? 4 : 2);
     struct moe_kv_rows rows = view->rows;
     rows.k = (const char *)rows.k + skip * (size_t)rows.head_dim;
@@ -160,7 +163,8 @@ static void attend_block(void *arg, int task, int worker) {
     const int lowest = first_visible(job, job->first_position + t0), highest = job->first_position + t1 - 1;
     const size_t width = (size_t)job->kv->value_dim;
     float *buffer = job->worker + (size_t)worker * job->worker_floats;
-    float *part = buffer + CHUNK * ((size_t)job->kv->head_dim + width), *max = part + width, *sum = max + job->block * job->part;
+    float *part = buffer + CHUNK * ((size_t)job->kv->head_dim + width), *max = part + width,
+          *sum = max + job->block * job->part;
 
     for (int c = lowest / CHUNK; c <= highest / CHUNK; c++) {
         const int from = c * CHUNK > lowest ? c * CHUNK : lowest;
@@ -191,7 +195,8 @@ static void attend_block(void *arg, int task, int worker) {
 }
 
 static float *partial_at(const struct attention_job *job, size_t row, int chunk) {
-    return job->partial + (row * (size_t)job->num_chunks + (size_t)(chunk - job->first_chunk)) * ((size_t)job->kv->value_dim + 2);
+    return job->partial +
+           (row * (size_t)job->num_chunks + (size_t)(chunk - job->first_chunk)) * ((size_t)job->kv->value_dim + 2);
 }
 
 /* Spread mode, first step: some query heads, all tokens, some chunks, kept apart. */
@@ -242,7 +247,8 @@ static int cache_reaches_back(const struct attention_job *job) {
 /* Large groups (latent attention has one for all heads) are cut when there are too few tasks. */
 static void choose_parts(struct attention_job *job) {
     const int threads = job->ctx->num_threads, tasks = job->kv->num_heads * job->num_blocks;
-    const int wanted = threads == 1 ? 1 : (TASKS_PER_THREAD * threads + tasks - 1) / tasks, most = job->group / MIN_PART_HEADS;
+    const int wanted = threads == 1 ? 1 : (TASKS_PER_THREAD * threads + tasks - 1) / tasks,
+              most = job->group / MIN_PART_HEADS;
     const int parts = wanted < most ? wanted : most;
     job->part = parts > 1 ? (job->group + parts - 1) / parts : job->group;
     job->parts = (job->group + job->part - 1) / job->part;
@@ -251,10 +257,13 @@ static void choose_parts(struct attention_job *job) {
 /* Chunks per task when heads and tokens alone give too few tasks; 0: do not spread. */
 static int choose_segment(const struct attention_job *job) {
     const int threads = job->ctx->num_threads, tasks = num_units(job) * job->num_blocks;
-    if (threads == 1 || job->num_blocks > 1 || tasks >= TASKS_PER_THREAD * threads || job->num_chunks < 2 * MIN_SEGMENT_CHUNKS) return 0;
+    if (threads == 1 || job->num_blocks > 1 || tasks >= TASKS_PER_THREAD * threads ||
+        job->num_chunks < 2 * MIN_SEGMENT_CHUNKS)
+        return 0;
     const size_t rows = (size_t)job->num_tokens * (size_t)job->num_heads;
     if (rows * (size_t)job->num_chunks * ((size_t)job->kv->value_dim + 2) > max_partial_floats) return 0;
-    const int wanted = (TASKS_PER_THREAD * threads + tasks - 1) / tasks, chunks = (job->num_chunks + wanted - 1) / wanted;
+    const int wanted = (TASKS_PER_THREAD * threads + tasks - 1) / tasks,
+              chunks = (job->num_chunks + wanted - 1) / wanted;
     return chunks > MIN_SEGMENT_CHUNKS ? chunks : MIN_SEGMENT_CHUNKS;
 }
 
@@ -282,8 +291,8 @@ static int run_attention(struct attention_job *job) {
     return MOE_OK;
 }
 
-int moe_attention(struct moe_ctx *ctx, float *out, const float *q, const struct moe_kv *kv, int num_tokens, int num_heads,
-                  int first_position, float scale, int window, const float *sinks) {
+int moe_attention(struct moe_ctx *ctx, float *out, const float *q, const struct moe_kv *kv, int num_tokens,
+                  int num_heads, int first_position, float scale, int window, const float *sinks) {
     if (!ctx || !kv_is_valid(kv) || !range_is_valid(first_position, num_tokens)) return MOE_BAD_ARGUMENT;
     if (num_heads <= 0 || num_heads % kv->num_heads || window < 0) return MOE_BAD_ARGUMENT;
     if (num_tokens == 0) return MOE_OK;

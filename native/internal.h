@@ -47,7 +47,8 @@ struct moe_vector_ops {
     void (*swiglu)(float *y, const float *gate, const float *up, int64_t n);
     void (*swiglu_clamped)(float *y, const float *gate, const float *up, int64_t n, float limit);
     void (*sigmoid)(float *y, const float *x, int64_t n);
-    void (*rope)(float *x, const float *cosines, const float *sines, int head_dim, int rotary_dim, int interleaved); /* one head */
+    void (*rope)(float *x, const float *cosines, const float *sines, int head_dim, int rotary_dim,
+                 int interleaved);                               /* one head */
     void (*add)(float *y, const float *x, int64_t n);            /* y += x */
     void (*scale)(float *y, const float *x, float s, int64_t n); /* y = s * x */
     void (*fma)(float *y, const float *x, float s, int64_t n);   /* y = fma(s, x, y) */
@@ -71,9 +72,11 @@ struct moe_attention_ops {
     /* One query head [D] against the first n <= MOE_ATTENTION_CHUNK rows:
      * *max_out = max_j s_j, s_j = scale * (q . k_j); *sum_out = 16-lane sum of exp(s_j - max);
      * out[d] = sum_j exp(s_j - max) * v_j[d], d < V, j ascending, FMA. */
-    void (*chunk)(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n, float scale);
+    void (*chunk)(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n,
+                  float scale);
     /* Merge a chunk into the running (out [V], max, sum): rescale both to the larger max with exp, FMA. */
-    void (*merge)(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum, int value_dim);
+    void (*merge)(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum,
+                  int value_dim);
 };
 
 struct moe_pool;
@@ -117,7 +120,8 @@ static inline float moe_bits_f32(uint32_t u) { float f; __builtin_memcpy(&f, &u,
 static inline uint32_t moe_f32_bits(float f) { uint32_t u; __builtin_memcpy(&u, &f, 4); return u; }
 static inline float moe_f16_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
-    if (e == 31) return moe_bits_f32(sign | 0x7f800000u | m << 13 | (m ? 0x400000u : 0)); /* quiet, as the hardware does */
+    if (e == 31)
+        return moe_bits_f32(sign | 0x7f800000u | m << 13 | (m ? 0x400000u : 0)); /* quiet, as the hardware does */
     if (e) return moe_bits_f32(sign | (e + 112) << 23 | m << 13);
     float f = (float)m * 5.9604644775390625e-8f; /* 2^-24: exact */
     return moe_bits_f32(sign | moe_f32_bits(f));
@@ -128,7 +132,8 @@ static inline uint16_t moe_f32_f16(float f) { /* round to nearest even */
     if (a >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  /* rounds past 65504 */
     if (a >= 0x38800000) return (uint16_t)(sign | ((a + 0xfff + (a >> 13 & 1) - 0x38000000) >> 13));
     if (a < 0x33000000) return (uint16_t)sign;              /* below half the smallest subnormal */
-    uint32_t shift = 126 - (a >> 23), m = (a & 0x7fffff) | 0x800000, half = 1u << (shift - 1), low = m & ((1u << shift) - 1);
+    uint32_t shift = 126 - (a >> 23), m = (a & 0x7fffff) | 0x800000, half = 1u << (shift - 1),
+             low = m & ((1u << shift) - 1);
     uint32_t q = m >> shift;
     return (uint16_t)(sign | (q + (low > half || (low == half && (q & 1)))));
 }

@@ -45,11 +45,13 @@ static void head_task(void *arg, int head, int worker) {
     }
 }
 
-int moe_linear_heads(struct moe_ctx *ctx, const struct moe_matrix *w, float *y, const float *x, int num_tokens, int num_heads,
-                     int x_width, int tail) {
+int moe_linear_heads(struct moe_ctx *ctx, const struct moe_matrix *w, float *y, const float *x, int num_tokens,
+                     int num_heads, int x_width, int tail) {
     if (!ctx || !y || !x || num_tokens < 0 || num_heads < 1 || tail < 0) return MOE_BAD_ARGUMENT;
-    if (!moe_matrix_ok(w) || w->bias || w->storage || w->layout->scattered || w->rows % num_heads) return MOE_BAD_ARGUMENT;
-    if (w->rows / num_heads % w->layout->strip_rows || x_width < 0 || (int64_t)w->cols + tail > x_width) return MOE_BAD_ARGUMENT;
+    if (!moe_matrix_ok(w) || w->bias || w->storage || w->layout->scattered || w->rows % num_heads)
+        return MOE_BAD_ARGUMENT;
+    if (w->rows / num_heads % w->layout->strip_rows || x_width < 0 || (int64_t)w->cols + tail > x_width)
+        return MOE_BAD_ARGUMENT;
     struct heads_job job = {.ctx = ctx, .w = w, .y = y, .x = x, .num_tokens = num_tokens, .num_heads = num_heads,
                             .rows = w->rows / num_heads, .x_width = x_width, .tail = tail};
     job.form = moe_form(ctx, w);

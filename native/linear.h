@@ -42,7 +42,10 @@ static inline void moe_activate_row(const struct moe_vector_ops *vec, void *out,
 
 /* Strips ready for a kernel: those of the matrix, or made in scratch right before use. Scratch holds re-coded strips of
  * a compact matrix and, under the float arithmetic, the rows of one strip as float32. */
-enum { MOE_SPAN_ROWS = 16, MOE_SPAN_MAX_ROWS = 32 }; /* rows re-coded at once, if a strip is not longer; longest strip */
+enum {
+    MOE_SPAN_ROWS = 16,
+    MOE_SPAN_MAX_ROWS = 32
+}; /* rows re-coded at once, if a strip is not longer; longest strip */
 struct moe_span {
     const struct moe_layout *layout;
     const void *data;

@@ -120,8 +120,9 @@ enum moe_time { /* parts of calls, as the caller waits for them */
     MOE_TIME_DOWN = 2,
     MOE_NUM_TIMES = 3
 };
-/* Read the totals in ns since the context was made (part_ns [MOE_NUM_TIMES], busy_ns [num_threads] of running tasks; each
- * may be NULL), then switch timing on or off. Off is how a context starts, and costs nothing that can be measured. */
+/* Read the totals in ns since the context was made (part_ns [MOE_NUM_TIMES], busy_ns [num_threads] of running tasks;
+ * each may be NULL), then switch timing on or off. Off is how a context starts, and costs nothing that can be
+ * measured. */
 void moe_timing(struct moe_ctx *ctx, int on, int64_t *part_ns, int64_t *busy_ns);
 
 /* ---- weights (linear.c) ---- */
@@ -134,8 +135,8 @@ int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float
 /* Groups [first, last) of a matrix whose rows share data: out and x are the whole matrix. */
 int moe_quantize_groups(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols,
                         int64_t first, int64_t last);
-/* First (row * blocks_per_row + block) with a non-finite scale, or -1; < -1 is a status. With group_rows: the row is the
- * number of the group, which is its first row. */
+/* First (row * blocks_per_row + block) with a non-finite scale, or -1; < -1 is a status. With group_rows: the row is
+ * the number of the group, which is its first row. */
 int64_t moe_check_rows(struct moe_ctx *ctx, const char *format, const void *rows_in, int64_t rows, int cols);
 /* 16-bit floats <-> float32, round to nearest even; kind 0 f16, 1 bf16. */
 int moe_to_f32(struct moe_ctx *ctx, float *out, const void *in, int64_t n, int kind);
@@ -144,16 +145,18 @@ int moe_from_f32(struct moe_ctx *ctx, void *out, const float *in, int64_t n, int
 size_t moe_activation_bytes(int activation, int cols);
 int moe_quantize_activations(struct moe_ctx *ctx, void *out, int activation, const float *x, int num_tokens, int cols);
 /* y[m] [T, rows_m] = x [T, cols] W_m^T + bias_m, (added to what y holds when add = 1). One x for several matrices. */
-int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices, const float *x,
-               int num_tokens, int add);
+int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *const *y, int num_matrices,
+               const float *x, int num_tokens, int add);
 /* y [T, cols] = rows ids[t] of w, compact or not. */
 int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const int32_t *ids, int num_tokens);
 
 /* ---- other layers (layers.c, attention.c, rope.c) ---- */
 /* y[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, for num_rows rows of `width`; y may be x. */
-int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weight, int64_t num_rows, int width, float eps);
+int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weight, int64_t num_rows, int width,
+                float eps);
 /* The same in place for the first `width` numbers of rows that are `stride` apart. */
-int moe_rmsnorm_part(struct moe_ctx *ctx, float *x, const float *weight, int64_t num_rows, int width, int64_t stride, float eps);
+int moe_rmsnorm_part(struct moe_ctx *ctx, float *x, const float *weight, int64_t num_rows, int width, int64_t stride,
+                     float eps);
 int moe_clip(struct moe_ctx *ctx, float *x, int64_t n, float limit); /* clamp to [-limit, limit] */
 int moe_softmax(struct moe_ctx *ctx, float *y, const float *x, int64_t num_rows, int width);
 int moe_scale(struct moe_ctx *ctx, float *x, int64_t n, float factor);
@@ -164,36 +167,39 @@ int moe_swiglu_clamped(struct moe_ctx *ctx, float *y, const float *gate, const f
 int moe_sigmoid(struct moe_ctx *ctx, float *y, const float *x, int64_t n); /* y may be x */
 /* inv_freq[i] = theta^(-2i/rotary_dim) rounded to float32, i < rotary_dim/2. */
 int moe_rope_inv_freq(float *inv_freq, double theta, int rotary_dim);
-/* The same in double, before rounding, and the natural logarithm of a normal x > 0: what a scaling rule starts from. Both
- * correct to the last bit or next to it, and alike on every machine. */
+/* The same in double, before rounding, and the natural logarithm of a normal x > 0: what a scaling rule starts from.
+ * Both correct to the last bit or next to it, and alike on every machine. */
 int moe_rope_frequencies(double *frequencies, double theta, int rotary_dim);
 double moe_log(double x);
 /* cos, sin [num_positions, half]: of the float32 product position * inv_freq, times scale. */
-int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half, int first_position, int num_positions, float scale);
+int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half, int first_position, int num_positions,
+                   float scale);
 /* Rotate x [T, N, D] in place; token t uses table row first_position + t. interleaved 0: pairs (j, j + rotary_dim/2);
  * 1: pairs (2j, 2j + 1). Dimensions past rotary_dim stay. */
-int moe_rope(struct moe_ctx *ctx, float *x, int num_tokens, int num_heads, int head_dim, int rotary_dim, const float *cosines,
-             const float *sines, int first_position, int interleaved);
-/* k [T, K, D], v [T, K, V] into the slots of positions first_position ...; v is not looked at where kv has no values. */
-int moe_kv_store(struct moe_ctx *ctx, struct moe_kv *kv, const float *k, const float *v, int first_position, int num_tokens);
-/* q [T, N, D], out [T, N, V]; token t at position first_position + t sees positions max(0, p - window + 1) .. p (window 0: all).
- * sinks: NULL or [N] logits that take part in the softmax without a value. */
-int moe_attention(struct moe_ctx *ctx, float *out, const float *q, const struct moe_kv *kv, int num_tokens, int num_heads,
-                  int first_position, float scale, int window, const float *sinks);
+int moe_rope(struct moe_ctx *ctx, float *x, int num_tokens, int num_heads, int head_dim, int rotary_dim,
+             const float *cosines, const float *sines, int first_position, int interleaved);
+/* k [T, K, D], v [T, K, V] into the slots of positions first_position ...; v is not looked at where kv has no
+ * values. */
+int moe_kv_store(struct moe_ctx *ctx, struct moe_kv *kv, const float *k, const float *v, int first_position,
+                 int num_tokens);
+/* q [T, N, D], out [T, N, V]; token t at position first_position + t sees positions max(0, p - window + 1) .. p (window
+ * 0: all). sinks: NULL or [N] logits that take part in the softmax without a value. */
+int moe_attention(struct moe_ctx *ctx, float *out, const float *q, const struct moe_kv *kv, int num_tokens,
+                  int num_heads, int first_position, float scale, int window, const float *sinks);
 
 /* ---- latent attention (latent.c) ---- */
-/* One matrix per head: w [N * rows, cols] holds them one after the other, rows = w->rows / num_heads. For every token and
- * head y[t][n] [rows] = W_n x[t][n][0 .. cols), then y[t][n][rows ..) = the `tail` numbers of x[t][n] behind the first cols.
- * x [T, N, cols + more], y [T, N, rows + tail]; x_width is the length of a head's row in x. */
-int moe_linear_heads(struct moe_ctx *ctx, const struct moe_matrix *w, float *y, const float *x, int num_tokens, int num_heads,
-                     int x_width, int tail);
+/* One matrix per head: w [N * rows, cols] holds them one after the other, rows = w->rows / num_heads. For every token
+ * and head y[t][n] [rows] = W_n x[t][n][0 .. cols), then y[t][n][rows ..) = the `tail` numbers of x[t][n] behind the
+ * first cols. x [T, N, cols + more], y [T, N, rows + tail]; x_width is the length of a head's row in x. */
+int moe_linear_heads(struct moe_ctx *ctx, const struct moe_matrix *w, float *y, const float *x, int num_tokens,
+                     int num_heads, int x_width, int tail);
 
 /* ---- mixture of experts (experts.c) ---- */
 /* logits [T, E] -> ids, weights [T, A] in rank order; ties go to the lowest id. */
 int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *logits, int num_tokens, int num_experts,
               int num_experts_per_tok, const struct moe_router_rule *rule);
-/* Group assignments t * A + rank by expert: expert_ids ascending, assignments of expert i at offsets[i] .. offsets[i+1].
- * Returns the number of distinct experts or a status. Arrays hold min(E, T*A), that + 1, T*A entries. */
+/* Group assignments t * A + rank by expert: expert_ids ascending, assignments of expert i at offsets[i] ..
+ * offsets[i+1]. Returns the number of distinct experts or a status. Arrays hold min(E, T*A), that + 1, T*A entries. */
 int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int num_tokens,
                    int num_experts_per_tok, int num_experts);
 /* out[a] [H] = down(activation(gate x_t, up x_t)) for every assignment a of the listed experts; t = a / A; table is
@@ -209,8 +215,8 @@ int moe_check_finite(struct moe_ctx *ctx, const float *x, int64_t n);
 
 /* ---- expert streamer (streamer.c) ---- */
 enum { MOE_STREAM_PIECES = 3, MOE_STREAM_EARLY_END = -1 };
-/* Bytes [offset, offset + nbytes) of a file. They are read in whole pages of 4096 to slot_offset, a multiple of 4096, so
- * the first of them lies at slot_offset + offset % 4096. */
+/* Bytes [offset, offset + nbytes) of a file. They are read in whole pages of 4096 to slot_offset, a multiple of 4096,
+ * so the first of them lies at slot_offset + offset % 4096. */
 struct moe_stream_piece {
     int32_t file;        /* number from moe_streamer_add_file */
     int64_t offset;
@@ -226,7 +232,8 @@ struct moe_stream_recode {
     int32_t piece;
     int64_t from, to, nbytes;
 };
-/* Where an expert lies. Without recodes its pieces are read into the slot, with them into a buffer of the streamer's. */
+/* Where an expert lies. Without recodes its pieces are read into the slot, with them into a buffer of the
+ * streamer's. */
 struct moe_stream_expert {
     int32_t num_pieces, num_recodes;
     struct moe_stream_piece pieces[MOE_STREAM_PIECES];
@@ -251,11 +258,11 @@ struct moe_stream_fault { /* for tests: what to do to reads */
     int32_t fail_percent, error, short_percent, max_sleep_us;
     uint64_t seed;
 };
-/* experts [num_experts] stay the caller's and are indexed by key. slot_bytes, staging_bytes (0: nothing is re-coded) and
- * chunk_bytes are multiples of 4096; num_readers + 2 staging buffers are made. NULL with *error set. */
+/* experts [num_experts] stay the caller's and are indexed by key. slot_bytes, staging_bytes (0: nothing is re-coded)
+ * and chunk_bytes are multiples of 4096; num_readers + 2 staging buffers are made. NULL with *error set. */
 struct moe_streamer *moe_streamer_create(const struct moe_stream_expert *experts, int64_t num_experts, int num_slots,
-                                         int64_t slot_bytes, int64_t staging_bytes, int num_readers, int64_t chunk_bytes,
-                                         const char **error);
+                                         int64_t slot_bytes, int64_t staging_bytes, int num_readers,
+                                         int64_t chunk_bytes, const char **error);
 void moe_streamer_destroy(struct moe_streamer *s); /* reads under way are waited for */
 /* The number of the file, or a status. direct_fd -1: none. mapping: NULL, or the file's bytes to copy from instead. */
 int moe_streamer_add_file(struct moe_streamer *s, int direct_fd, int buffered_fd, const void *mapping);
@@ -272,9 +279,9 @@ int moe_streamer_use(struct moe_streamer *s, const int32_t *slots, int count, in
  * number; 0 when the time is over or nothing is on its way. */
 int moe_streamer_next(struct moe_streamer *s, struct moe_stream_event *events, int max_events, int timeout_ms);
 int moe_streamer_poll_speculative(struct moe_streamer *s, struct moe_stream_event *events, int max_events);
-/* For a caller that lost track (an interrupted call): drops what is queued, waits at most timeout_ms for what is under way,
- * forgets events and uses. keys [num_slots]: the expert that is resident in each slot, or -1. MOE_IN_USE: time is over,
- * call again. */
+/* For a caller that lost track (an interrupted call): drops what is queued, waits at most timeout_ms for what is under
+ * way, forgets events and uses. keys [num_slots]: the expert that is resident in each slot, or -1. MOE_IN_USE: time is
+ * over, call again. */
 int moe_streamer_reset(struct moe_streamer *s, int64_t *keys, int timeout_ms);
 void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats);
 /* mlock: 0 or errno. */
@@ -283,11 +290,12 @@ void moe_streamer_set_fault(struct moe_streamer *s, const struct moe_stream_faul
 
 /* ---- sampling (sampler.c) ---- */
 /* One token from logits [V]. history: the ids that penalties look at. The draw depends on (seed, position) only. */
-int moe_sample(struct moe_ctx *ctx, int32_t *token, const float *logits, int vocab_size, const struct moe_sampling *sampling,
-               const int32_t *history, int history_len, uint64_t position);
+int moe_sample(struct moe_ctx *ctx, int32_t *token, const float *logits, int vocab_size,
+               const struct moe_sampling *sampling, const int32_t *history, int history_len, uint64_t position);
 /* Uniform double in [0, 1) for (seed, position). */
 double moe_draw(uint64_t seed, uint64_t position);
 /* out[t] = natural-log probability of targets[t] under logits [T, V]. */
-int moe_token_logprobs(struct moe_ctx *ctx, double *out, const float *logits, const int32_t *targets, int num_tokens, int vocab_size);
+int moe_token_logprobs(struct moe_ctx *ctx, double *out, const float *logits, const int32_t *targets, int num_tokens,
+                       int vocab_size);
 /* cffi-end */
 #endif

@@ -1,5 +1,6 @@
 /* The canonical int8 quantization of floats, shared by the activation quantizer (native/ops/vector.c) and by layouts
- * that scale the activations themselves before they quantize them. d = amax / 127, q = x * (127 / amax), half to even. */
+ * that scale the activations themselves before they quantize them. d = amax / 127, q = x * (127 / amax), half to
+ * even. */
 #ifndef MOE_QUANTIZE32_H
 #define MOE_QUANTIZE32_H
 #include "tier.h"

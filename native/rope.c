@@ -62,7 +62,8 @@ static struct dd dd_exp(struct dd x) {
     return sum;
 }
 
-/* Natural logarithm of a normal x > 0: Newton's y + (x exp(-y) - 1) from a start within 0.06; errors square each time. */
+/* Natural logarithm of a normal x > 0: Newton's y + (x exp(-y) - 1) from a start within 0.06; errors square each
+ * time. */
 static struct dd dd_log(double x) {
     uint64_t bits;
     __builtin_memcpy(&bits, &x, 8);
@@ -129,9 +130,11 @@ int moe_rope_frequencies(double *frequencies, double theta, int rotary_dim) {
 
 double moe_log(double x) { return dd_log(x).hi; }
 
-int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half, int first_position, int num_positions, float scale) {
+int moe_rope_table(float *cosines, float *sines, const float *inv_freq, int half, int first_position, int num_positions,
+                   float scale) {
     const int max_position = 1 << 24; /* exact in float32 */
-    if (!cosines || !sines || !inv_freq || half <= 0 || first_position < 0 || num_positions < 0) return MOE_BAD_ARGUMENT;
+    if (!cosines || !sines || !inv_freq || half <= 0 || first_position < 0 || num_positions < 0)
+        return MOE_BAD_ARGUMENT;
     if (first_position > max_position - num_positions) return MOE_BAD_ARGUMENT;
     for (int t = 0; t < num_positions; t++)
         for (int i = 0; i < half; i++) {
@@ -163,10 +166,11 @@ static void rotate_token(void *arg, int t, int worker) {
     }
 }
 
-int moe_rope(struct moe_ctx *ctx, float *x, int num_tokens, int num_heads, int head_dim, int rotary_dim, const float *cosines,
-             const float *sines, int first_position, int interleaved) {
+int moe_rope(struct moe_ctx *ctx, float *x, int num_tokens, int num_heads, int head_dim, int rotary_dim,
+             const float *cosines, const float *sines, int first_position, int interleaved) {
     enum { PARALLEL_ELEMENTS = 65536 }; /* below this size a worker is not worth waking */
-    if (!ctx || num_tokens < 0 || num_heads <= 0 || head_dim <= 0 || rotary_dim <= 0 || rotary_dim > head_dim) return MOE_BAD_ARGUMENT;
+    if (!ctx || num_tokens < 0 || num_heads <= 0 || head_dim <= 0 || rotary_dim <= 0 || rotary_dim > head_dim)
+        return MOE_BAD_ARGUMENT;
     if (rotary_dim % 2 || first_position < 0 || (interleaved != 0 && interleaved != 1)) return MOE_BAD_ARGUMENT;
     if (num_tokens == 0) return MOE_OK;
     if (!x || !cosines || !sines) return MOE_BAD_ARGUMENT;

@@ -1,4 +1,5 @@
-/* Rotation of activations and weight rows by an orthogonal matrix (format e8_iq3; engine/formats/_rotation.py is the definition).
+/* Rotation of activations and weight rows by an orthogonal matrix (format e8_iq3; engine/formats/_rotation.py is the
+ * definition).
  *
  * A row is tiled by powers of two: the lowest set bit of what is left, at most 32768, from column 0 on (6144 = 2048 +
  * 4096). A tile of n values: signs flipped by pseudo-random bits, Walsh-Hadamard butterflies (a + b, a - b) at distance

@@ -12,8 +12,8 @@
  *    floor(r * total / 2^53).
  *
  * Cost: one vectorised pass for the maximum. With a small top_k a second look at the blocks that can hold one of the k
- * largest; otherwise exp of everything and a distribution over buckets of about equal (l - max) / temperature, which are
- * sorted one by one only as far as the draw or a cut reaches. */
+ * largest; otherwise exp of everything and a distribution over buckets of about equal (l - max) / temperature, which
+ * are sorted one by one only as far as the draw or a cut reaches. */
 #include "internal.h"
 #include "moe.h"
 
@@ -98,7 +98,8 @@ static int32_t first_largest(const struct sampler *s) {
 }
 
 /* counts: [V], no contents needed: only entries of the history are touched. */
-static void penalize(float *logits, int32_t *counts, const struct moe_sampling *sampling, const int32_t *history, int history_len) {
+static void penalize(float *logits, int32_t *counts, const struct moe_sampling *sampling, const int32_t *history,
+                     int history_len) {
     for (int i = 0; i < history_len; i++) counts[history[i]] = 0;
     for (int i = 0; i < history_len; i++) counts[history[i]]++;
     for (int i = 0; i < history_len; i++) {
@@ -258,26 +259,29 @@ static int32_t draw(struct sampler *s, const struct moe_sampling *sampling, uint
 static int is_finite(float x) { return x > -__builtin_inff() && x < __builtin_inff(); }
 
 static int sampling_is_valid(const struct moe_sampling *p) {
-    return p && p->temperature >= 0 && is_finite(p->temperature) && p->top_k >= 0 && p->top_p > 0 && p->top_p <= 1 && p->min_p >= 0 &&
-           p->min_p < 1 && p->repeat_penalty > 0 && is_finite(p->repeat_penalty) && is_finite(p->frequency_penalty) &&
-           is_finite(p->presence_penalty);
+    return p && p->temperature >= 0 && is_finite(p->temperature) && p->top_k >= 0 && p->top_p > 0 && p->top_p <= 1 &&
+           p->min_p >= 0 && p->min_p < 1 && p->repeat_penalty > 0 && is_finite(p->repeat_penalty) &&
+           is_finite(p->frequency_penalty) && is_finite(p->presence_penalty);
 }
 
-static int run_sampler(struct moe_ctx *ctx, int32_t *token, const float *logits, int vocab_size, const struct moe_sampling *sampling,
-                       const int32_t *history, int history_len, uint64_t position) {
+static int run_sampler(struct moe_ctx *ctx, int32_t *token, const float *logits, int vocab_size,
+                       const struct moe_sampling *sampling, const int32_t *history, int history_len,
+                       uint64_t position) {
     const size_t array = moe_round64((size_t)vocab_size * 4); /* six of them and a block list */
     const int num_blocks = (vocab_size + BLOCK - 1) / BLOCK;
     char *memory = moe_scratch(ctx, 6 * array + moe_round64((size_t)num_blocks * 4));
     if (!memory) return MOE_NO_MEMORY;
     float *penalized = (float *)(void *)memory, *value = (float *)(void *)(memory + array);
-    struct sampler s = {.logits = logits, .vocab_size = vocab_size, .num_blocks = num_blocks, .num_candidates = vocab_size};
+    struct sampler s = {
+        .logits = logits, .vocab_size = vocab_size, .num_blocks = num_blocks, .num_candidates = vocab_size};
     int32_t *ids = (int32_t *)(void *)(memory + 2 * array);
     s.exponent = (float *)(void *)(memory + 3 * array);
     s.p = (float *)(void *)(memory + 4 * array);
     s.order = (int32_t *)(void *)(memory + 5 * array);
     s.block_max = (float *)(void *)(memory + 6 * array);
 
-    if (history_len > 0 && (sampling->repeat_penalty != 1 || sampling->frequency_penalty != 0 || sampling->presence_penalty != 0)) {
+    if (history_len > 0 &&
+        (sampling->repeat_penalty != 1 || sampling->frequency_penalty != 0 || sampling->presence_penalty != 0)) {
         __builtin_memcpy(penalized, logits, (size_t)vocab_size * 4);
         penalize(penalized, ids, sampling, history, history_len);
         s.logits = penalized;
@@ -297,9 +301,10 @@ static int run_sampler(struct moe_ctx *ctx, int32_t *token, const float *logits,
     return MOE_OK;
 }
 
-int moe_sample(struct moe_ctx *ctx, int32_t *token, const float *logits, int vocab_size, const struct moe_sampling *sampling,
-               const int32_t *history, int history_len, uint64_t position) {
-    if (!ctx || !token || !logits || vocab_size < 1 || vocab_size > MAX_VOCABULARY || history_len < 0) return MOE_BAD_ARGUMENT;
+int moe_sample(struct moe_ctx *ctx, int32_t *token, const float *logits, int vocab_size,
+               const struct moe_sampling *sampling, const int32_t *history, int history_len, uint64_t position) {
+    if (!ctx || !token || !logits || vocab_size < 1 || vocab_size > MAX_VOCABULARY || history_len < 0)
+        return MOE_BAD_ARGUMENT;
     if (!sampling_is_valid(sampling) || (history_len > 0 && !history)) return MOE_BAD_ARGUMENT;
     for (int i = 0; i < history_len; i++)
         if (history[i] < 0 || history[i] >= vocab_size) return MOE_BAD_ARGUMENT;

@@ -62,8 +62,9 @@ struct moe_format {
     /* Index of the first block whose scale is not finite, or -1. Scalar tier only. */
     int (*check_row)(const void *blocks, int cols);
     /* Formats whose rows do not stand alone: group_rows rows share data, the matrix is stored as a whole (its length
-     * is still rows * cols / block_len * block_bytes), rows are a multiple of group_rows, and these three take the place
-     * of the functions above. group j of rows / group_rows is strip j of the layout. 0 and NULL for all other formats. */
+     * is still rows * cols / block_len * block_bytes), rows are a multiple of group_rows, and these three take the
+     * place of the functions above. group j of rows / group_rows is strip j of the layout. 0 and NULL for all other
+     * formats. */
     int group_rows;
     void (*encode_group)(void *strip, const void *matrix, int rows, int cols, int group);
     void (*quantize_group)(void *matrix, const float *x, int rows, int cols, int group);

@@ -37,10 +37,13 @@
 #define MOE_INLINE     static inline __attribute__((always_inline))
 /* moe_layout_<name>_<tier>, moe_format_<name>_<tier>, moe_ops_<name>_<tier> */
 #define MOE_EXPORT_LAYOUT(id, ...) \
-    const struct moe_layout MOE_CAT(moe_layout_##id##_, MOE_TIER) = {.name = #id, .tier = MOE_STR(MOE_TIER), __VA_ARGS__}
+    const struct moe_layout MOE_CAT(moe_layout_##id##_, MOE_TIER) = { \
+        .name = #id, .tier = MOE_STR(MOE_TIER), __VA_ARGS__}
 #define MOE_LAYOUT_SAME_AS(id, other, reason) MOE_EXPORT_LAYOUT(id, .same_as = #other, .why = reason)
 #define MOE_EXPORT_FORMAT(id, ...) \
-    const struct moe_format MOE_CAT(moe_format_##id##_, MOE_TIER) = {.name = #id, .tier = MOE_STR(MOE_TIER), __VA_ARGS__}
+    const struct moe_format MOE_CAT(moe_format_##id##_, MOE_TIER) = { \
+        .name = #id, .tier = MOE_STR(MOE_TIER), __VA_ARGS__}
 #define MOE_FORMAT_SAME_AS(id, other, reason) MOE_EXPORT_FORMAT(id, .same_as = #other, .why = reason)
-#define MOE_EXPORT_OPS(id, ...) const struct moe_##id##_ops MOE_CAT(moe_ops_##id##_, MOE_TIER) = {.tier = MOE_STR(MOE_TIER), __VA_ARGS__}
+#define MOE_EXPORT_OPS(id, ...) \
+    const struct moe_##id##_ops MOE_CAT(moe_ops_##id##_, MOE_TIER) = {.tier = MOE_STR(MOE_TIER), __VA_ARGS__}
 #endif

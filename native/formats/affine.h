@@ -69,7 +69,8 @@ static inline struct affine fit_affine(const float *x, int top) {
 static inline void refine_affine(uint8_t *sub, uint8_t *min, uint8_t *q, const float *x, struct affine fit, float d,
                                  float dmin, int top) {
     float weight[32], least = 0;
-    int first = 1, s0 = d > 0 ? (int)moe_round_even(fit.scale / d) : 0, m0 = dmin > 0 ? (int)moe_round_even(fit.min / dmin) : 0;
+    int first = 1, s0 = d > 0 ? (int)moe_round_even(fit.scale / d) : 0,
+        m0 = dmin > 0 ? (int)moe_round_even(fit.min / dmin) : 0;
     struct affine best = {0, 0};
     affine_weights(weight, x);
     *sub = *min = 0;

@@ -95,7 +95,8 @@ static int best_entry(const lanes *dot2, const lanes *square, float db) {
 }
 
 /* Squared error of the group at scale db, or something larger than `enough` once that is certain. */
-static float group_error(const lanes (*dot2)[ENTRIES], const float *energy, const struct codebook *k, float db, float enough) {
+static float group_error(const lanes (*dot2)[ENTRIES], const float *energy, const struct codebook *k, float db,
+                         float enough) {
     float sum = 0;
     for (int v = 0; v < 8; v++) {
         sum += energy[v] + db * best_bracket(dot2[v], k->square, db);
@@ -116,7 +117,8 @@ static uint32_t quantize_group(uint8_t *index, const float *x, float d, const st
         const float *p = m + 4 * v;
         energy[v] = (p[0] * p[0] + p[1] * p[1]) + (p[2] * p[2] + p[3] * p[3]);
         for (int i = 0; i < ENTRIES; i++)
-            dot2[v][i] = 2 * ((p[0] * k->value[0][i] + p[1] * k->value[1][i]) + (p[2] * k->value[2][i] + p[3] * k->value[3][i]));
+            dot2[v][i] =
+                2 * ((p[0] * k->value[0][i] + p[1] * k->value[1][i]) + (p[2] * k->value[2][i] + p[3] * k->value[3][i]));
     }
     for (int i = 0; i < 16; i++) {
         uint32_t c = order[i];
@@ -149,11 +151,12 @@ static void quantize_row(void *blocks, const float *x, int cols) {
     }
 }
 
-MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES, .layout = "nib8_e8_iq3",
-                  .encode_strip = encode_strip, .quantize_row = quantize_row, .check_row = check_row);
+MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES,
+                  .layout = "nib8_e8_iq3", .encode_strip = encode_strip, .quantize_row = quantize_row,
+                  .check_row = check_row);
 #elif MOE_TIER_ID == MOE_AVX2
-MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES, .layout = "nib8_e8_iq3",
-                  .encode_strip = encode_strip);
+MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES,
+                  .layout = "nib8_e8_iq3", .encode_strip = encode_strip);
 #elif MOE_TIER_ID == MOE_AVX512
 MOE_EXPORT_FORMAT(e8_iq3, .name = "e8-iq3", .same_as = "avx2",
                   .why = "a strip is eight rows, which is one AVX2 register per group; the table reads bound it");

@@ -62,7 +62,8 @@ static void encode_strip(void *strip, const void *rows, size_t row_bytes, int nu
         return;
     }
 #endif
-    for (int r = 0; r < num_rows; r++) encode_row(scales, code, r, (const uint8_t *)rows + (size_t)r * row_bytes, blocks);
+    for (int r = 0; r < num_rows; r++)
+        encode_row(scales, code, r, (const uint8_t *)rows + (size_t)r * row_bytes, blocks);
     for (int r = num_rows; r < 8; r++) absent_row(scales, code, r, blocks);
 }
 

@@ -50,5 +50,6 @@ static int check_row(const void *blocks, int cols) {
 }
 #endif
 
-MOE_EXPORT_FORMAT(int3_g64, .name = "int3-g64", .version = 1, .block_len = 64, .block_bytes = 28, .layout = "nib8_int3_g64",
-                  .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
+MOE_EXPORT_FORMAT(int3_g64, .name = "int3-g64", .version = 1, .block_len = 64, .block_bytes = 28,
+                  .layout = "nib8_int3_g64", .encode_strip = encode_strip,
+                  SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));

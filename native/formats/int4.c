@@ -16,7 +16,8 @@ MOE_INLINE void unpack(struct strip_unit *u, const uint8_t *block, int group) {
     }
 }
 MOE_INLINE struct unit_spec spec(int group) {
-    return (struct unit_spec){.cols = group, .block_bytes = 4 + group / 2, .spans = 1, .scale_bytes = 4, .bits = 4, .zero = 8};
+    return (struct unit_spec){
+        .cols = group, .block_bytes = 4 + group / 2, .spans = 1, .scale_bytes = 4, .bits = 4, .zero = 8};
 }
 
 #if MOE_TIER_ID == MOE_SCALAR
@@ -58,10 +59,12 @@ CODEC(32)
 CODEC(64)
 CODEC(128)
 
-MOE_EXPORT_FORMAT(int4_g32, .name = "int4-g32", .version = 1, .block_len = 32, .block_bytes = 20, .layout = "nib8_int4_g32",
-                  .encode_strip = encode_strip_32, SCALAR_ONLY(.quantize_row = quantize_row_32, .check_row = check_row_32));
-MOE_EXPORT_FORMAT(int4_g64, .name = "int4-g64", .version = 1, .block_len = 64, .block_bytes = 36, .layout = "nib8_int4_g64",
-                  .encode_strip = encode_strip_64, SCALAR_ONLY(.quantize_row = quantize_row_64, .check_row = check_row_64));
-MOE_EXPORT_FORMAT(int4_g128, .name = "int4-g128", .version = 1, .block_len = 128, .block_bytes = 68, .layout = "nib8_int4_g128",
-                  .encode_strip = encode_strip_128,
+MOE_EXPORT_FORMAT(int4_g32, .name = "int4-g32", .version = 1, .block_len = 32, .block_bytes = 20,
+                  .layout = "nib8_int4_g32", .encode_strip = encode_strip_32,
+                  SCALAR_ONLY(.quantize_row = quantize_row_32, .check_row = check_row_32));
+MOE_EXPORT_FORMAT(int4_g64, .name = "int4-g64", .version = 1, .block_len = 64, .block_bytes = 36,
+                  .layout = "nib8_int4_g64", .encode_strip = encode_strip_64,
+                  SCALAR_ONLY(.quantize_row = quantize_row_64, .check_row = check_row_64));
+MOE_EXPORT_FORMAT(int4_g128, .name = "int4-g128", .version = 1, .block_len = 128, .block_bytes = 68,
+                  .layout = "nib8_int4_g128", .encode_strip = encode_strip_128,
                   SCALAR_ONLY(.quantize_row = quantize_row_128, .check_row = check_row_128));

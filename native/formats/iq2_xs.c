@@ -44,7 +44,8 @@ MOE_EXPORT_FORMAT(iq2_xs, .version = 1, .block_len = 256, .block_bytes = BLOCK_B
 MOE_EXPORT_FORMAT(iq2_xs, .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES, .layout = "nib8_iq2_s",
                   .encode_strip = encode_strip);
 #elif MOE_TIER_ID == MOE_AVX512
-MOE_FORMAT_SAME_AS(iq2_xs, avx2, "a strip is eight rows, which is one AVX2 register per group; the table reads bound it");
+MOE_FORMAT_SAME_AS(iq2_xs, avx2,
+                   "a strip is eight rows, which is one AVX2 register per group; the table reads bound it");
 #else
 #error "iq2_xs: no codec for this tier; write one or state MOE_FORMAT_SAME_AS with a reason"
 #endif

@@ -24,7 +24,8 @@ MOE_EXPORT_FORMAT(iq3_xxs, .version = 1, .block_len = 256, .block_bytes = BLOCK_
 MOE_EXPORT_FORMAT(iq3_xxs, .version = 1, .block_len = 256, .block_bytes = BLOCK_BYTES, .layout = "nib8_iq3_xxs",
                   .encode_strip = encode_strip);
 #elif MOE_TIER_ID == MOE_AVX512
-MOE_FORMAT_SAME_AS(iq3_xxs, avx2, "a strip is eight rows, which is one AVX2 register per group; the table reads bound it");
+MOE_FORMAT_SAME_AS(iq3_xxs, avx2,
+                   "a strip is eight rows, which is one AVX2 register per group; the table reads bound it");
 #else
 #error "iq3_xxs: no codec for this tier; write one or state MOE_FORMAT_SAME_AS with a reason"
 #endif

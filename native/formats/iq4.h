@@ -8,7 +8,8 @@ static const float iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1
 /* Codebook value and index nearest to v (the lower one on a tie), by counting the midpoints below v. */
 MOE_INLINE float iq4_nearest(float v) {
     float k = iq4_values[0];
-    for (int i = 0; i < 15; i++) k += v > 0.5f * (iq4_values[i] + iq4_values[i + 1]) ? iq4_values[i + 1] - iq4_values[i] : 0.0f;
+    for (int i = 0; i < 15; i++)
+        k += v > 0.5f * (iq4_values[i] + iq4_values[i + 1]) ? iq4_values[i + 1] - iq4_values[i] : 0.0f;
     return k;
 }
 MOE_INLINE int iq4_code(float v) {

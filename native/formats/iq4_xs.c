@@ -47,7 +47,8 @@ static void quantize_block(struct block *b, const float *x) {
     float weight[256], scale[8], top = 0, mean = 0;
     for (int c = 0; c < 256; c++) mean += x[c] * x[c];
     mean /= 256;
-    for (int c = 0; c < 256; c++) weight[c] = mean + x[c] * x[c]; /* large weights matter more, small ones still count */
+    for (int c = 0; c < 256; c++)
+        weight[c] = mean + x[c] * x[c]; /* large weights matter more, small ones still count */
     for (int p = 0; p < 8; p++) {
         scale[p] = iq4_scale(x + 32 * p, weight + 32 * p);
         if (__builtin_fabsf(scale[p]) > __builtin_fabsf(top)) top = scale[p];
@@ -65,7 +66,8 @@ static void quantize_block(struct block *b, const float *x) {
         }
         float dl = d * (float)choice, inverse = dl != 0 ? 1.0f / dl : 0;
         for (int c = 0; c < 16; c++)
-            b->q[16 * p + c] = (uint8_t)(iq4_code(x[32 * p + c] * inverse) | iq4_code(x[32 * p + 16 + c] * inverse) << 4);
+            b->q[16 * p + c] =
+                (uint8_t)(iq4_code(x[32 * p + c] * inverse) | iq4_code(x[32 * p + 16 + c] * inverse) << 4);
         low |= (uint32_t)((choice + 32) & 15) << 4 * p;
         high |= (uint32_t)((choice + 32) >> 4) << 2 * p;
     }

@@ -4,8 +4,8 @@
  *   1  16 bytes: low nibbles are elements 0..15, high nibbles 16..31
  *   y = T[q] * 2^(e - 128), T = 0 1 2 3 4 6 8 12 and the same negated (E2M1 doubled); code 8 is +0
  *
- * Produced by gpt-oss and GGUF quantizers. Layout nib8_mxfp4, lossless: 17 bytes stay 17. Every exponent byte is a finite
- * scale (0 and 1 are subnormal), so there is nothing to refuse.
+ * Produced by gpt-oss and GGUF quantizers. Layout nib8_mxfp4, lossless: 17 bytes stay 17. Every exponent byte is a
+ * finite scale (0 and 1 are subnormal), so there is nothing to refuse.
  * Quantizer: e = floor(log2 max|x|) - 2 + 127, then the nearest T (the lower code on a tie); byte-equal to
  * gguf.quants, whose log2 is rounded to float32 before the floor; exponents below 0 become 0. */
 #include "strip.h"

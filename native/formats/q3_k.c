@@ -2,12 +2,13 @@
  *
  *     0  32 bytes of third bits: bit 4 * half + k of byte l belongs to value 128 * half + 32 * k + l
  *    32  64 bytes of 2-bit codes, in the order of q2_k
- *    96  12 bytes: sixteen 6-bit sub-scales; low nibbles in bytes 0..7 (j < 8 low half, else high half), two high bits of
- *        sub-scale j in byte 8 + j % 4 at bit 2 * (j / 4)
+ *    96  12 bytes: sixteen 6-bit sub-scales; low nibbles in bytes 0..7 (j < 8 low half, else high half), two high bits
+ *        of sub-scale j in byte 8 + j % 4 at bit 2 * (j / 4)
  *   108  fp16 d
  *   y = d * (sc - 32) * (q2 - (third bit set ? 0 : 4))
  *
- * Produced by GGUF quantizers. Layout nib8_q3_k (codes q2 + 4 * third bit, offset 4), lossless: 110 bytes become 146. */
+ * Produced by GGUF quantizers. Layout nib8_q3_k (codes q2 + 4 * third bit, offset 4), lossless: 110 bytes become
+ * 146. */
 #include "strip.h"
 struct block { uint8_t high[32]; uint8_t q[64]; uint8_t scales[12]; uint8_t d[2]; };
 _Static_assert(sizeof(struct block) == 110, "q3_k block");

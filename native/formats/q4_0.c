@@ -5,8 +5,8 @@
  *   y = (q - 8) * d
  *
  * Produced by every GGUF quantizer. Layout nib8_q4_0, lossless: 18 bytes stay 18. Absent rows: d = 0, q = 8.
- * Quantizer: d = m / -8 with m the value of largest magnitude (the first of several), q = trunc(x / d + 8.5) at most 15;
- * byte-equal to gguf.quants. */
+ * Quantizer: d = m / -8 with m the value of largest magnitude (the first of several), q = trunc(x / d + 8.5) at most
+ * 15; byte-equal to gguf.quants. */
 #include "block32.h"
 struct block { uint8_t d[2]; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 18, "q4_0 block");

@@ -10,7 +10,8 @@
  * Quantizer: d = (max - min) / 31, m = min, q = trunc((x - min) / d + 0.5); byte-equal to gguf.quants. */
 #include "block32.h"
 #if MOE_TIER_ID == MOE_AVX512
-MOE_FORMAT_SAME_AS(q5_1, avx2, "a strip is eight rows: 512-bit registers gain nothing, and Bochs computes them otherwise");
+MOE_FORMAT_SAME_AS(q5_1, avx2,
+                   "a strip is eight rows: 512-bit registers gain nothing, and Bochs computes them otherwise");
 #else
 struct block { uint8_t d[2]; uint8_t m[2]; uint8_t high[4]; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 24, "q5_1 block");

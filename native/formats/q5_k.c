@@ -8,8 +8,8 @@
  *   y = d * sc * q - dmin * mn
  *
  * Produced by GGUF quantizers. Layout byte8_q5_k (codes 0..31), lossless: 176 bytes become 276.
- * Quantizer: per 32 a least-squares (scale, minimum) over several placements of the codes, sub-scales and minima on common
- * 6-bit grids with their neighbours tried, then the codes (affine.h). */
+ * Quantizer: per 32 a least-squares (scale, minimum) over several placements of the codes, sub-scales and minima on
+ * common 6-bit grids with their neighbours tried, then the codes (affine.h). */
 #include "strip.h"
 #include "affine.h"
 struct block { uint8_t d[2]; uint8_t dmin[2]; uint8_t scales[12]; uint8_t high[32]; uint8_t q[128]; };

@@ -79,8 +79,8 @@ struct unit_spec {
 };
 typedef void (*unpack_unit_fn)(struct strip_unit *unit, const uint8_t *block);
 
-MOE_INLINE void encode_units(struct unit_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows, int cols,
-                             unpack_unit_fn unpack) {
+MOE_INLINE void encode_units(struct unit_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows,
+                             int cols, unpack_unit_fn unpack) {
     const size_t span_bytes = 8 * (size_t)s.scale_bytes + (s.min ? 16 : 0), unit_bytes = span_bytes * (size_t)s.spans;
     const size_t used = (size_t)(cols / s.cols) * unit_bytes, code_bytes = 32 * (size_t)s.bits;
     uint8_t *scales = strip, *code = scales + moe_round64(used), *end = code + (size_t)(cols / 32) * code_bytes;
@@ -98,7 +98,8 @@ MOE_INLINE void encode_units(struct unit_spec s, void *strip, const void *rows, 
             uint8_t *sc = scales + unit_bytes * (size_t)i, *out = code + code_bytes * (size_t)(s.cols / 32) * (size_t)i;
             if (r < num_rows) unpack(&u, block + (size_t)s.block_bytes * (size_t)i);
             for (int j = 0; j < s.spans; j++)
-                for (int k = 0; k < s.scale_bytes; k++) sc[span_bytes * (size_t)j + (size_t)(s.scale_bytes * r + k)] = u.scale[j][k];
+                for (int k = 0; k < s.scale_bytes; k++)
+                    sc[span_bytes * (size_t)j + (size_t)(s.scale_bytes * r + k)] = u.scale[j][k];
             if (s.min) put16(sc + 8 * s.scale_bytes + 2 * r, get16(u.min));
             for (int p = 0; p < s.cols / 32; p++) put_codes(out + code_bytes * (size_t)p, r, u.code + 32 * p, s.bits);
         }
@@ -121,9 +122,10 @@ struct super_spec {
 };
 typedef void (*unpack_super_fn)(struct strip_super *super, const uint8_t *block);
 
-MOE_INLINE void encode_supers(struct super_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows, int cols,
-                              unpack_super_fn unpack) {
-    const size_t stride = 16 + 8 * (size_t)s.subs + (s.min ? 16 + 8 * (size_t)s.subs : 0), used = (size_t)(cols / 256) * stride;
+MOE_INLINE void encode_supers(struct super_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows,
+                              int cols, unpack_super_fn unpack) {
+    const size_t stride = 16 + 8 * (size_t)s.subs + (s.min ? 16 + 8 * (size_t)s.subs : 0),
+                 used = (size_t)(cols / 256) * stride;
     const int sub_at = s.min ? 32 : 16, min_at = sub_at + 8 * s.subs;
     uint8_t *scales = strip, *code = scales + moe_round64(used);
     struct strip_super u;

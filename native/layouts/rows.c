@@ -22,7 +22,8 @@ MOE_INLINE size_t rows_width(int kind) { return kind == ROWS_F32 ? 4 : 2; }
 
 MOE_INLINE v16 rows_load(const char *w, int kind) {
     if (kind == ROWS_F32) return v16_load((const float *)(const void *)w);
-    return kind == ROWS_F16 ? v16_load_f16((const uint16_t *)(const void *)w) : v16_load_bf16((const uint16_t *)(const void *)w);
+    return kind == ROWS_F16 ? v16_load_f16((const uint16_t *)(const void *)w)
+                            : v16_load_bf16((const uint16_t *)(const void *)w);
 }
 MOE_INLINE v16 rows_load_n(const char *w, int kind, int n) { /* the last n < 16, zero-filled */
     char part[64] = {0};
@@ -31,7 +32,8 @@ MOE_INLINE v16 rows_load_n(const char *w, int kind, int n) { /* the last n < 16,
 }
 
 /* R rows from w, T tokens. */
-MOE_INLINE void rows_tile(float *const *y, const char *w, size_t row_bytes, int cols, const float *const *x, int kind, int R, int T) {
+MOE_INLINE void rows_tile(float *const *y, const char *w, size_t row_bytes, int cols, const float *const *x, int kind,
+                          int R, int T) {
     v16 acc[16];
     ROWS_UNROLL for (int i = 0; i < R * T; i++) acc[i] = v16_zero();
     int c = 0;
@@ -51,7 +53,8 @@ MOE_INLINE void rows_tile(float *const *y, const char *w, size_t row_bytes, int 
 }
 
 /* T <= 4 tokens: as many rows at once as there are registers for. */
-MOE_INLINE void rows_range(float *const *y, const char *w, int cols, int first, int last, const float *const *x, int kind, int T) {
+MOE_INLINE void rows_range(float *const *y, const char *w, int cols, int first, int last, const float *const *x,
+                           int kind, int T) {
     size_t row_bytes = (size_t)cols * rows_width(kind);
     const int R = ROWS_SUMS / T > 4 ? 4 : ROWS_SUMS / T > 0 ? ROWS_SUMS / T : 1;
     int row = first;
@@ -66,8 +69,8 @@ MOE_INLINE void rows_range(float *const *y, const char *w, int cols, int first, 
     }
 }
 
-MOE_INLINE void rows_matmul(float *const *y, const void *w, int rows, int cols, int first, int last, const void *const *xv,
-                            int num_tokens, int kind) {
+MOE_INLINE void rows_matmul(float *const *y, const void *w, int rows, int cols, int first, int last,
+                            const void *const *xv, int num_tokens, int kind) {
     const float *x[MOE_MAX_TOKENS];
     for (int t = 0; t < num_tokens; t++) x[t] = (const float *)xv[t];
     if (last > rows) last = rows;

@@ -4,10 +4,11 @@
  *   strip = [ scale area | pad to 64 ][ code area | pad to 64 ]           eight rows, all columns
  *   codes, nib8:  per 32 columns [4 groups][8 rows][4 bytes]; low nibbles columns 8g..8g+3, high nibbles 8g+4..8g+7
  *   codes, byte8: per 32 columns [8 groups][8 rows][4 bytes]; group g is columns 4g..4g+3
- *   scales, span 16, 32, 64, 128:  per span [8 rows] float scale (fp16, float32, E8M0 or E4M3), then if min [8 rows] fp16 m
+ *   scales, span 16, 32, 64, 128:  per span [8 rows] float scale (fp16, float32, E8M0 or E4M3), then if min
+ *                                   [8 rows] fp16 m
  *   scales, span 0 (a row):         [8 rows] float scale
- *   scales, span 256:               per 256 columns [8 rows] fp16 d, if min [8 rows] fp16 dmin, then [256 / sub][8 rows]
- *                                   int8 sub-scales, then if min as many uint8 minima mn
+ *   scales, span 256:               per 256 columns [8 rows] fp16 d, if min [8 rows] fp16 dmin, then
+ *                                   [256 / sub][8 rows] int8 sub-scales, then if min as many uint8 minima mn
  *
  * Lane = row: a broadcast of four activation bytes meets the same four columns of eight rows, so no horizontal add is
  * ever needed and one float accumulator per (row, token) runs over the blocks in order. A block is 256 columns for span
@@ -40,12 +41,17 @@ struct strip_spec {
 enum strip_scale_kind { STRIP_F16, STRIP_F32, STRIP_E8M0, STRIP_E4M3 };
 
 MOE_INLINE int strip_activation(struct strip_spec s) { return s.span == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32; }
-MOE_INLINE int strip_scale_bytes(struct strip_spec s) { return s.scale == STRIP_F32 ? 4 : s.scale == STRIP_F16 ? 2 : 1; }
+MOE_INLINE int strip_scale_bytes(struct strip_spec s) {
+    return s.scale == STRIP_F32 ? 4 : s.scale == STRIP_F16 ? 2 : 1;
+}
 MOE_INLINE int strip_scale_stride(struct strip_spec s) { /* bytes per span */
     int sub = s.sub ? s.span / s.sub * 8 : 0;
     return 8 * strip_scale_bytes(s) + sub + (s.min ? 16 + sub : 0);
 }
-MOE_INLINE int strip_sub_at(struct strip_spec s) { return s.min ? 32 : 16; } /* span 256, from the start of its scales */
+/* Span 256, from the start of its scales. */
+MOE_INLINE int strip_sub_at(struct strip_spec s) {
+    return s.min ? 32 : 16;
+}
 MOE_INLINE int strip_min_at(struct strip_spec s) { return strip_sub_at(s) + s.span / (s.sub ? s.sub : s.span) * 8; }
 MOE_INLINE int strip_code_stride(struct strip_spec s) { return 8 * s.bits * 4; } /* per 32 columns */
 MOE_INLINE size_t strip_code_offset(struct strip_spec s, int cols) {
@@ -57,8 +63,12 @@ MOE_INLINE size_t strip_size(struct strip_spec s, int cols) {
 
 /* ---- scales of row r in one span ---- */
 MOE_INLINE uint16_t strip_u16(const uint8_t *p) { uint16_t h; __builtin_memcpy(&h, p, 2); return h; }
-MOE_INLINE float strip_e8m0(int e) { return moe_bits_f32(e < 2 ? 0x00200000u << e : (uint32_t)(e - 1) << 23); } /* 2^(e-128) */
-MOE_INLINE float strip_e4m3(int v) { /* half the value of an unsigned E4M3 (bias 7); 0x7f counts as 0, bit 7 is not read */
+/* 2^(e-128). */
+MOE_INLINE float strip_e8m0(int e) {
+    return moe_bits_f32(e < 2 ? 0x00200000u << e : (uint32_t)(e - 1) << 23);
+}
+MOE_INLINE float strip_e4m3(
+    int v) { /* half the value of an unsigned E4M3 (bias 7); 0x7f counts as 0, bit 7 is not read */
     int e = v >> 3 & 15, m = v & 7;
     return v == 0x7f ? 0 : e ? moe_bits_f32((uint32_t)(e + 119) << 23 | (uint32_t)m << 20) : (float)m * 0.0009765625f;
 }
@@ -99,12 +109,16 @@ MOE_INLINE void strip_dequantize_row(struct strip_spec s, float *y, const void *
     int16_t w[32];
     for (int col = 0; col < cols; col++) {
         const uint8_t *sc = strip + (s.span ? col / s.span * strip_scale_stride(s) : 0);
-        if (col % 32 == 0) strip_decode32(s, w, strip + strip_code_offset(s, cols) + (size_t)(col / 32) * (size_t)strip_code_stride(s), r);
+        if (col % 32 == 0)
+            strip_decode32(s, w, strip + strip_code_offset(s, cols) + (size_t)(col / 32) * (size_t)strip_code_stride(s),
+                           r);
         const int in_span = s.span ? col % s.span : 0;
         float d = strip_scale(s, sc, r);
         if (s.sub) d *= (float)strip_sub(s, sc, in_span, r);
         float v = d * (float)w[col % 32];
-        if (s.min) v = s.span == 256 ? v - strip_minimum(s, sc, r) * (float)strip_mn(s, sc, in_span, r) : v + strip_minimum(s, sc, r);
+        if (s.min)
+            v = s.span == 256 ? v - strip_minimum(s, sc, r) * (float)strip_mn(s, sc, in_span, r)
+                              : v + strip_minimum(s, sc, r);
         y[col] = v;
     }
 }
@@ -112,9 +126,10 @@ MOE_INLINE void strip_dequantize_row(struct strip_spec s, float *y, const void *
 #include "strip8_float.h"
 
 #if MOE_TIER_ID == MOE_SCALAR
-/* The definition of the result, in plain C: one row, one block of the activation (256, 32 or, for span 16, half of it). */
-MOE_INLINE float strip_block(struct strip_spec s, float acc, const int16_t *w, const uint8_t *sc, const int8_t *q, float dx,
-                             int len, int r) {
+/* The definition of the result, in plain C: one row, one block of the activation (256, 32 or, for span 16, half of
+ * it). */
+MOE_INLINE float strip_block(struct strip_spec s, float acc, const int16_t *w, const uint8_t *sc, const int8_t *q,
+                             float dx, int len, int r) {
     int32_t isum = 0, msum = 0;
     for (int c = 0; c < len; c++) {
         isum += w[c] * strip_sub(s, sc, c, r) * q[c];
@@ -128,7 +143,10 @@ MOE_INLINE float strip_block(struct strip_spec s, float acc, const int16_t *w, c
 
 MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *weights, int rows, int cols, int first,
                              int last, const void *const *x, int num_tokens) {
-    const int len = s.span == 256 ? 256 : s.span == 16 ? 16 : 32, block = strip_activation(s) == MOE_ACT_Q8_256 ? 256 : 32;
+    const int len = s.span == 256  ? 256
+                    : s.span == 16 ? 16
+                                   : 32,
+              block = strip_activation(s) == MOE_ACT_Q8_256 ? 256 : 32;
     struct moe_act_view act[MOE_MAX_TOKENS];
     for (int t = 0; t < num_tokens; t++) act[t] = moe_act_view(x[t], strip_activation(s), cols);
     for (int row = 8 * first; row < 8 * last && row < rows; row++) {
@@ -138,9 +156,11 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
         int16_t w[256];
         for (int col = 0; col < cols; col += len) {
             const uint8_t *sc = strip + (s.span ? col / s.span * strip_scale_stride(s) : 0);
-            for (int c = 0; col % 32 == 0 && c < len; c += 32, code += strip_code_stride(s)) strip_decode32(s, w + c, code, row % 8);
+            for (int c = 0; col % 32 == 0 && c < len; c += 32, code += strip_code_stride(s))
+                strip_decode32(s, w + c, code, row % 8);
             for (int t = 0; t < num_tokens; t++)
-                acc[t] = strip_block(s, acc[t], w + (len == 16 ? col % 32 : 0), sc, act[t].q + col, act[t].d[col / block], len, row % 8);
+                acc[t] = strip_block(s, acc[t], w + (len == 16 ? col % 32 : 0), sc, act[t].q + col,
+                                     act[t].d[col / block], len, row % 8);
         }
         for (int t = 0; t < num_tokens; t++) y[t][row] = acc[t];
     }

@@ -52,8 +52,8 @@ MOE_INLINE void strip_nibbles(struct strip_spec s, __m256i *w, const char *code,
 
 /* is[R * t + r] += sub * sum of u * x (or weight * x) over halves first .. last - 1 of a group of 32 columns.
  * scale[r]: int16 pairs (sub, sub) per row, of columns 0..15 and of 16..31. */
-MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, struct strip_x x, size_t col, int T, int R,
-                          int first, int last, __m256i (*scale)[2], __m256i table) {
+MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, struct strip_x x, size_t col, int T,
+                          int R, int first, int last, __m256i (*scale)[2], __m256i table) {
     const int limit = strip_pairs(s);
     const char *code = at.code[0];
     __m256i sum[MOE_MAX_TOKENS], pair[2], w[TILE_SETS], sign[TILE_SETS];
@@ -102,10 +102,13 @@ MOE_INLINE __m256 strip_e8m0_8(__m256i e) { /* the larger pattern is the right o
     return _mm256_castsi256_ps(_mm256_max_epi32(normal, small));
 }
 MOE_INLINE __m256 strip_e4m3_8(__m256i v) {
-    __m256i e = _mm256_and_si256(_mm256_srli_epi32(v, 3), _mm256_set1_epi32(15)), m = _mm256_and_si256(v, _mm256_set1_epi32(7));
-    __m256i normal = _mm256_or_si256(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(119)), 23), _mm256_slli_epi32(m, 20));
+    __m256i e = _mm256_and_si256(_mm256_srli_epi32(v, 3), _mm256_set1_epi32(15)),
+            m = _mm256_and_si256(v, _mm256_set1_epi32(7));
+    __m256i normal =
+        _mm256_or_si256(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(119)), 23), _mm256_slli_epi32(m, 20));
     __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(m), _mm256_set1_ps(0.0009765625f));
-    __m256 d = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(_mm256_cmpeq_epi32(e, _mm256_setzero_si256())));
+    __m256 d = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small,
+                                _mm256_castsi256_ps(_mm256_cmpeq_epi32(e, _mm256_setzero_si256())));
     return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(v, _mm256_set1_epi32(0x7f))), d);
 }
 MOE_INLINE __m256 strip_scale8(struct strip_spec s, const char *p) {
@@ -147,8 +150,8 @@ MOE_INLINE void strip_start(struct strip_spec s, __m256i *is, struct strip_at at
 }
 
 /* One super-block of 256 columns: exact sums of the weights (is) and of the minima (ms), then the floats. */
-MOE_INLINE void strip_super(struct strip_spec s, __m256 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
-                            __m256i table) {
+MOE_INLINE void strip_super(struct strip_spec s, __m256 *acc, struct strip_at at, struct strip_x x, size_t col, int T,
+                            int R, __m256i table) {
     const __m256i off = _mm256_set1_epi16((short)-s.offset);
     const size_t block = col;
     __m256i is[MOE_MAX_TOKENS], ms[MOE_MAX_TOKENS];
@@ -193,16 +196,18 @@ MOE_INLINE void strip_super(struct strip_spec s, __m256 *acc, struct strip_at at
 }
 
 /* 32 columns under one scale, or two halves of 16 with a scale each. */
-MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
-                            __m256i table) {
+MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, struct strip_at at, struct strip_x x, size_t col, int T,
+                            int R, __m256i table) {
     const __m256i one = _mm256_set1_epi16(1);
     __m256i ones[TILE_SETS][2];
     const int halves = s.span == 16;
     STRIP_UNROLL for (int r = 0; r < R; r++) ones[r][0] = ones[r][1] = one;
     STRIP_UNROLL for (int h = 0; h < 1 + halves; h++) {
         /* pairs (low, high) are the two sums of 16 columns that the offset takes in */
-        const __m256i minus = _mm256_set1_epi32(!halves ? (int)((unsigned)-s.offset << 16 | ((unsigned)-s.offset & 0xffff))
-                                                        : h ? (int)((unsigned)-s.offset << 16) : -s.offset & 0xffff);
+        const __m256i minus =
+            _mm256_set1_epi32(!halves ? (int)((unsigned)-s.offset << 16 | ((unsigned)-s.offset & 0xffff))
+                              : h     ? (int)((unsigned)-s.offset << 16)
+                                      : -s.offset & 0xffff);
         __m256 dw[TILE_SETS], m[TILE_SETS];
         STRIP_UNROLL for (int r = 0; r < R; r++) {
             dw[r] = strip_scale8(s, at.scale[r] + h * strip_scale_stride(s));
@@ -228,9 +233,11 @@ MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, struct strip_at at
 
 /* The tile's scratch. Unsigned weights: 32 bytes per four columns. Others: |w| and a mask of the negative ones, since
  * x ^ mask = -x - 1 there, which needs no multiplier port; the sum of |w| that this loses is the start value of the
- * block's sum. maddubs stays exact: 2 * 128 * -128 is the least int16. Only spans of 32 columns and more lack an offset. */
+ * block's sum. maddubs stays exact: 2 * 128 * -128 is the least int16. Only spans of 32 columns and more lack an
+ * offset. */
 MOE_INLINE int strip_unpacks(struct strip_spec s) { return s.bits == 4 || !s.reach; }
-MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R, __m256i table) {
+MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R,
+                             __m256i table) {
     _Static_assert(STRIP_UNPACKED_BYTES == 8 * 64, "per 32 columns");
     const int bytes = s.reach ? 32 : 64;
     __m256i start[TILE_SETS];
@@ -239,7 +246,8 @@ MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struc
         STRIP_UNROLL for (int r = 0; r < R; r++) {
             const char *code = at.code[r];
             __m256i scale[2], pair, w[2];
-            if (s.span == 256) strip_subs(s, scale, &pair, at.scale[r] + col / 256 * strip_scale_stride(s), col / 32 % 8);
+            if (s.span == 256)
+                strip_subs(s, scale, &pair, at.scale[r] + col / 256 * strip_scale_stride(s), col / 32 % 8);
             else scale[0] = scale[1] = _mm256_set1_epi16(1);
             STRIP_UNROLL for (int v = 0; v < 8; v++) {
                 if (s.bits == 8) w[v & 1] = strip_bytes(s, code + 32 * v);
@@ -263,8 +271,8 @@ MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struc
         }
 }
 
-/* |x| of up to STRIP_SIZE_TOKENS tokens, once per call: then a weight takes the sign of x instead of x that of the weight,
- * and |weight| is not needed. Only tables, whose weights all have a negative. */
+/* |x| of up to STRIP_SIZE_TOKENS tokens, once per call: then a weight takes the sign of x instead of x that of the
+ * weight, and |weight| is not needed. Only tables, whose weights all have a negative. */
 MOE_INLINE int strip_sizes(struct strip_spec s, int cols, int T) {
     return s.bits == 4 && !s.reach && T <= STRIP_SIZE_TOKENS && cols <= STRIP_SIZE_COLS;
 }

@@ -31,7 +31,8 @@ MOE_INLINE int strip_offset(struct strip_spec s) {
 
 MOE_INLINE strip_ints strip_table(struct strip_spec s) {
     if (!s.table) return _mm512_setzero_si512();
-    return _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)s.table)), _mm512_set1_epi8((char)0x80));
+    return _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)s.table)),
+                            _mm512_set1_epi8((char)0x80));
 }
 
 /* Both strips x four columns as u: vector v of the eight of a group of 32 columns, or v and v + 1 of nibbles. */
@@ -47,8 +48,8 @@ MOE_INLINE void strip_nibbles(struct strip_spec s, __m512i *u, const char *a, co
 }
 
 /* sum[R * t + r] += sum over the columns of vectors first .. last - 1 of u * x. */
-MOE_INLINE void strip_dot(struct strip_spec s, __m512i *sum, struct strip_at at, struct strip_x x, size_t col, int T, int R,
-                          __m512i table, int first, int last) {
+MOE_INLINE void strip_dot(struct strip_spec s, __m512i *sum, struct strip_at at, struct strip_x x, size_t col, int T,
+                          int R, __m512i table, int first, int last) {
     const char *a = at.code[0], *b = at.code[1];
     __m512i pair[2], u[TILE_SETS];
     STRIP_UNROLL for (int v = first; v < last; v++) {
@@ -73,7 +74,8 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m512i *sum, struct strip_at at,
 
 /* The tile's scratch: u, 64 bytes per four columns. */
 MOE_INLINE int strip_unpacks(struct strip_spec s) { return s.bits == 4 || s.bits == 8; }
-MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R, __m512i table) {
+MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R,
+                             __m512i table) {
     (void)starts;
     for (int col = 0; col < cols; col += 32, out += R * STRIP_UNPACKED_BYTES, strip_next_code(s, &at, 32, R))
         STRIP_UNROLL for (int r = 0; r < R; r++) {
@@ -108,14 +110,18 @@ MOE_INLINE __m512i strip_start16(struct strip_spec s, const char *sum16) {
 MOE_INLINE __m512 strip_e8m0_16(__m512i e) {
     __m512i small = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e); /* e < 2; a count past 31 gives 0 */
     __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
-    return _mm512_castsi512_ps(_mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(_mm512_set1_epi32(2), e), normal, small));
+    return _mm512_castsi512_ps(
+        _mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(_mm512_set1_epi32(2), e), normal, small));
 }
 MOE_INLINE __m512 strip_e4m3_16(__m512i v) {
-    __m512i e = _mm512_and_si512(_mm512_srli_epi32(v, 3), _mm512_set1_epi32(15)), m = _mm512_and_si512(v, _mm512_set1_epi32(7));
-    __m512i normal = _mm512_or_si512(_mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(119)), 23), _mm512_slli_epi32(m, 20));
+    __m512i e = _mm512_and_si512(_mm512_srli_epi32(v, 3), _mm512_set1_epi32(15)),
+            m = _mm512_and_si512(v, _mm512_set1_epi32(7));
+    __m512i normal =
+        _mm512_or_si512(_mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(119)), 23), _mm512_slli_epi32(m, 20));
     __m512i small = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(m), _mm512_set1_ps(0.0009765625f)));
     __m512i d = _mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(e, _mm512_setzero_si512()), small, normal);
-    return _mm512_castsi512_ps(_mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(v, _mm512_set1_epi32(0x7f)), d, _mm512_setzero_si512()));
+    return _mm512_castsi512_ps(
+        _mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(v, _mm512_set1_epi32(0x7f)), d, _mm512_setzero_si512()));
 }
 MOE_INLINE __m512 strip_half16(const char *a, const char *b) {
     return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)a)),
@@ -124,7 +130,8 @@ MOE_INLINE __m512 strip_half16(const char *a, const char *b) {
 MOE_INLINE __m512 strip_scale16(struct strip_spec s, const char *a, const char *b) {
     if (s.scale == STRIP_F32) return _mm512_castsi512_ps(strip_both(a, b));
     if (s.scale != STRIP_F16) {
-        __m512i v = _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const void *)a), _mm_loadl_epi64((const void *)b)));
+        __m512i v = _mm512_cvtepu8_epi32(
+            _mm_unpacklo_epi64(_mm_loadl_epi64((const void *)a), _mm_loadl_epi64((const void *)b)));
         return s.scale == STRIP_E8M0 ? strip_e8m0_16(v) : strip_e4m3_16(v);
     }
     __m512 d = strip_half16(a, b);
@@ -136,7 +143,8 @@ MOE_INLINE __m512 strip_add(__m512 acc, __m512 dw, __m512 dx, __m512i is) {
 }
 
 /* sum[R * t + r] of half h of 32 columns, or of all of them, begins with what takes the offset off. */
-MOE_INLINE void strip_begin(struct strip_spec s, __m512i *sum, struct strip_x x, size_t col, int T, int R, int halves, int h) {
+MOE_INLINE void strip_begin(struct strip_spec s, __m512i *sum, struct strip_x x, size_t col, int T, int R, int halves,
+                            int h) {
     const __m512i minus = _mm512_set1_epi16((short)-strip_offset(s)), zero = _mm512_setzero_si512();
     STRIP_UNROLL for (int t = 0; t < T; t++) {
         const char *sum16 = x.q[t] + x.sum16 + col / 8;
@@ -148,8 +156,8 @@ MOE_INLINE void strip_begin(struct strip_spec s, __m512i *sum, struct strip_x x,
 }
 
 /* One super-block of 256 columns: exact sums of the weights (is) and of the minima (ms), then the floats. */
-MOE_INLINE void strip_super(struct strip_spec s, __m512 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
-                            __m512i table) {
+MOE_INLINE void strip_super(struct strip_spec s, __m512 *acc, struct strip_at at, struct strip_x x, size_t col, int T,
+                            int R, __m512i table) {
     const int halves = s.sub == 16 ? 2 : 1;
     const size_t block = col;
     __m512i is[MOE_MAX_TOKENS], ms[MOE_MAX_TOKENS];
@@ -187,15 +195,16 @@ MOE_INLINE void strip_super(struct strip_spec s, __m512 *acc, struct strip_at at
 }
 
 /* 32 columns under one scale, or two halves of 16 with a scale each. */
-MOE_INLINE void strip_group(struct strip_spec s, __m512 *acc, struct strip_at at, struct strip_x x, size_t col, int T, int R,
-                            __m512i table) {
+MOE_INLINE void strip_group(struct strip_spec s, __m512 *acc, struct strip_at at, struct strip_x x, size_t col, int T,
+                            int R, __m512i table) {
     const int halves = s.span == 16 ? 2 : 1, bytes = 8 * strip_scale_bytes(s);
     const __m512i one = _mm512_set1_epi16(1), zero = _mm512_setzero_si512();
     STRIP_UNROLL for (int h = 0; h < halves; h++) {
         __m512i sum[MOE_MAX_TOKENS];
         __m512 dw[TILE_SETS], m[TILE_SETS];
         STRIP_UNROLL for (int r = 0; r < R; r++) {
-            const char *a = at.scale[2 * r] + h * strip_scale_stride(s), *b = at.scale[2 * r + 1] + h * strip_scale_stride(s);
+            const char *a = at.scale[2 * r] + h * strip_scale_stride(s),
+                       *b = at.scale[2 * r + 1] + h * strip_scale_stride(s);
             dw[r] = strip_scale16(s, a, b);
             if (s.min) m[r] = strip_half16(a + bytes, b + bytes);
         }
@@ -213,7 +222,9 @@ MOE_INLINE void strip_group(struct strip_spec s, __m512 *acc, struct strip_at at
 
 enum { STRIP_SIZE_TOKENS = 1, STRIP_SIZE_COLS = 1 };
 MOE_INLINE int strip_sizes(struct strip_spec s, int cols, int T) { return (void)s, (void)cols, (void)T, 0; }
-MOE_INLINE void strip_size_of(struct strip_x *x, char *out, int cols, int T) { (void)x, (void)out, (void)cols, (void)T; }
+MOE_INLINE void strip_size_of(struct strip_x *x, char *out, int cols, int T) {
+    (void)x, (void)out, (void)cols, (void)T;
+}
 
 #include "strip8_run.h"
 #endif

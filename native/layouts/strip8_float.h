@@ -1,6 +1,6 @@
-/* Eight-row strips back to float32, for the arithmetic on float activations: the values of strip_dequantize_row, bit for
- * bit, as rows that the kernel of rows_f32 reads. Eight bytes of a row's codes become eight neighbouring columns, so a
- * load of 32 bytes is a small piece of each row and nothing is gathered. Included by strip8.h. */
+/* Eight-row strips back to float32, for the arithmetic on float activations: the values of strip_dequantize_row, bit
+ * for bit, as rows that the kernel of rows_f32 reads. Eight bytes of a row's codes become eight neighbouring columns,
+ * so a load of 32 bytes is a small piece of each row and nothing is gathered. Included by strip8.h. */
 #ifndef MOE_STRIP8_FLOAT_H
 #define MOE_STRIP8_FLOAT_H
 #if MOE_TIER_ID == MOE_AVX2 || MOE_TIER_ID == MOE_AVX512
@@ -9,17 +9,21 @@
 MOE_INLINE __m256 strip_scales8(struct strip_spec s, const uint8_t *sc) {
     if (s.scale == STRIP_F32) return _mm256_loadu_ps((const float *)(const void *)sc);
     if (s.scale == STRIP_F16)
-        return _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128((const void *)sc)), _mm256_set1_ps(1.0f / (float)(1 << s.shift)));
+        return _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128((const void *)sc)),
+                             _mm256_set1_ps(1.0f / (float)(1 << s.shift)));
     const __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)sc)), one = _mm256_set1_epi32(1);
     if (s.scale == STRIP_E8M0) { /* 2^(e-128): 0x00200000 << e where that is subnormal */
         __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), v);
         __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(v, one), 23);
         return _mm256_castsi256_ps(_mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi32(v, one)));
     }
-    const __m256i e = _mm256_and_si256(_mm256_srli_epi32(v, 3), _mm256_set1_epi32(15)), m = _mm256_and_si256(v, _mm256_set1_epi32(7));
-    __m256i normal = _mm256_or_si256(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(119)), 23), _mm256_slli_epi32(m, 20));
+    const __m256i e = _mm256_and_si256(_mm256_srli_epi32(v, 3), _mm256_set1_epi32(15)),
+                  m = _mm256_and_si256(v, _mm256_set1_epi32(7));
+    __m256i normal =
+        _mm256_or_si256(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(119)), 23), _mm256_slli_epi32(m, 20));
     __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(m), _mm256_set1_ps(0.0009765625f));
-    __m256 d = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(_mm256_cmpeq_epi32(e, _mm256_setzero_si256())));
+    __m256 d = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small,
+                                _mm256_castsi256_ps(_mm256_cmpeq_epi32(e, _mm256_setzero_si256())));
     return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(v, _mm256_set1_epi32(0x7f))), d);
 }
 MOE_INLINE __m256 strip_bytes8(const uint8_t *p, int is_signed) {
@@ -35,7 +39,8 @@ MOE_INLINE void strip_factors8(struct strip_spec s, float *scale, float *minimum
     if (!s.min) return;
     __m256 m = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(sc + 8 * strip_scale_bytes(s))));
     if (s.span == 256) /* subtracted: the sum with the negative product is the same rounding */
-        m = _mm256_xor_ps(_mm256_mul_ps(m, strip_bytes8(sc + strip_min_at(s) + 8 * (col / s.sub), 0)), _mm256_set1_ps(-0.0f));
+        m = _mm256_xor_ps(_mm256_mul_ps(m, strip_bytes8(sc + strip_min_at(s) + 8 * (col / s.sub), 0)),
+                          _mm256_set1_ps(-0.0f));
     _mm256_store_ps(minimum, m);
 }
 
@@ -67,10 +72,12 @@ MOE_INLINE void strip_dequantize_plain(struct strip_spec s, float *out, const ui
     _Alignas(32) int8_t w[64];
     for (int col = 0; col < cols; col += 8) {
         const int in_span = s.span ? col % s.span : 0;
-        if (col % 16 == 0) strip_factors8(s, scale, minimum, strip + (s.span ? col / s.span * strip_scale_stride(s) : 0), in_span);
+        if (col % 16 == 0)
+            strip_factors8(s, scale, minimum, strip + (s.span ? col / s.span * strip_scale_stride(s) : 0), in_span);
         strip_codes8(s, w, code + (size_t)(col / 32) * (size_t)strip_code_stride(s), col / 8 % 4);
         for (int r = 0; r < 8; r++) {
-            __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w + 8 * strip_place[r]))));
+            __m256 v =
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w + 8 * strip_place[r]))));
             v = _mm256_mul_ps(_mm256_broadcast_ss(scale + r), v);
             if (s.min) v = _mm256_add_ps(v, _mm256_broadcast_ss(minimum + r));
             _mm256_storeu_ps(out + (size_t)r * (size_t)cols + col, v);
@@ -82,8 +89,8 @@ MOE_INLINE void strip_dequantize_plain(struct strip_spec s, float *out, const ui
 #if MOE_TIER_ID == MOE_AVX512
 /* MXFP4 through bf16. A nibble looks up the bf16 of its doubled E2M1 value; the block's power of two is then an integer
  * added to the exponent field. Zeros have no exponent to add to and must stay zero: vptestmw against 0x7fff finds the
- * lanes that are not zero, and the zero-masked add writes the others as zero. Exact for exponents 2 .. 252; a strip with
- * another one (subnormal or infinite values) is decoded the plain way. */
+ * lanes that are not zero, and the zero-masked add writes the others as zero. Exact for exponents 2 .. 252; a strip
+ * with another one (subnormal or infinite values) is decoded the plain way. */
 MOE_INLINE int strip_e8m0_is_plain(const uint8_t *sc, int n) { /* n bytes, a multiple of 8; all in 2 .. 252? */
     __m128i bad = _mm_setzero_si128();
     for (int i = 0; i < n; i += 8) {
@@ -99,14 +106,16 @@ MOE_INLINE void strip_store_bf16(float *row, float *next, __m256i v) { /* eight 
 }
 MOE_INLINE void strip_dequantize_mxfp4(struct strip_spec s, float *out, const uint8_t *strip, int cols) {
     /* bf16 of 0 1 2 3 4 6 8 12 and 0 -1 -2 -3 -4 -6 -8 -12, two to a dword */
-    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi32(
-        0x3f800000, 0x40404000, 0x40c04080, 0x41404100, (int)0xbf800000, (int)0xc040c000, (int)0xc0c0c080, (int)0xc140c100));
+    const __m512i table =
+        _mm512_broadcast_i64x4(_mm256_setr_epi32(0x3f800000, 0x40404000, 0x40c04080, 0x41404100, (int)0xbf800000,
+                                                 (int)0xc040c000, (int)0xc0c0c080, (int)0xc140c100));
     const __m512i magnitude = _mm512_set1_epi16(0x7fff), low = _mm512_set1_epi16(15);
     const uint8_t *code = strip + strip_code_offset(s, cols);
     const size_t n = (size_t)cols;
     for (int b = 0; b < cols / 32; b++, code += 128) {
         /* (e - 128) << 7 in 16 bits, eight lanes per row: rows 0 2 4 6 and 1 3 5 7 */
-        __m512i rows = _mm512_sub_epi64(_mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)(strip + 8 * b))), _mm512_set1_epi64(128));
+        __m512i rows = _mm512_sub_epi64(_mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)(strip + 8 * b))),
+                                        _mm512_set1_epi64(128));
         rows = _mm512_and_si512(_mm512_slli_epi64(rows, 7), _mm512_set1_epi64(0xffff));
         rows = _mm512_or_si512(rows, _mm512_slli_epi64(rows, 16));
         rows = _mm512_or_si512(rows, _mm512_slli_epi64(rows, 32));

@@ -24,8 +24,8 @@ MOE_INLINE void strip_columns(struct strip_spec s, strip_floats *acc, struct str
     }
 }
 
-MOE_INLINE void strip_range_of(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
-                               struct strip_x v, int T) {
+MOE_INLINE void strip_range_of(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first,
+                               int last, struct strip_x v, int T) {
     const strip_ints table = strip_table(s);
     if (rows > 8 * last) rows = 8 * last;
     for (int row = 8 * first; row < rows; row += 8 * STRIPS) {
@@ -37,8 +37,8 @@ MOE_INLINE void strip_range_of(struct strip_spec s, float *const *y, const void 
     }
 }
 
-MOE_INLINE void strip_range(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
-                            const void *const *x, int T) {
+MOE_INLINE void strip_range(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first,
+                            int last, const void *const *x, int T) {
     struct strip_x v = strip_x(s, x, cols, T);
     if (!strip_sizes(s, cols, T)) {
         strip_range_of(s, y, w, rows, cols, first, last, v, T);
@@ -63,9 +63,9 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
     }
 }
 
-/* Many tokens: a panel of columns is unpacked once into scratch that stays in L1, then the tokens go over it, a few at a
- * time; every broadcast of activations meets TILE_SETS registers of rows. The sums wait in memory between panels; blocks
- * keep their order, so the bits are those of strip_matmul. */
+/* Many tokens: a panel of columns is unpacked once into scratch that stays in L1, then the tokens go over it, a few at
+ * a time; every broadcast of activations meets TILE_SETS registers of rows. The sums wait in memory between panels;
+ * blocks keep their order, so the bits are those of strip_matmul. */
 enum { STRIP_PANEL = 512 };
 struct strip_scratch {
     _Alignas(64) char codes[STRIP_PANEL / 32 * TILE_SETS * STRIP_UNPACKED_BYTES];
@@ -95,7 +95,8 @@ MOE_INLINE void strip_tile(struct strip_spec s, float *const *y, const void *w, 
             u.code[0] = m.codes;
             u.start = m.starts;
             for (int t = 0; t < num_tokens; t += T)
-                strip_columns(ready, m.acc + R * t, u, strip_x(s, x + t, cols, T), (size_t)col, (size_t)end, T, R, table);
+                strip_columns(ready, m.acc + R * t, u, strip_x(s, x + t, cols, T), (size_t)col, (size_t)end, T, R,
+                              table);
             strip_next_code(s, &p, end - col, R);
             if (s.span) strip_next_scale(s, &p, (end - col) / (s.span ? s.span : 1), R);
         }

@@ -1,7 +1,7 @@
-/* What the AVX2 and the AVX-512 kernel of eight-row strips share: where they read, which activations, the row of blocks.
- * The including header has defined STRIPS (strips beside each other in a register), TILE_SETS (such registers of rows at
- * once in the tile, else one: R in the functions), TILE_TOKENS, strip_floats and strip_ints (one number per row).
- * strip8_run.h has what comes on top. */
+/* What the AVX2 and the AVX-512 kernel of eight-row strips share: where they read, which activations, the row of
+ * blocks. The including header has defined STRIPS (strips beside each other in a register), TILE_SETS (such registers
+ * of rows at once in the tile, else one: R in the functions), TILE_TOKENS, strip_floats and strip_ints (one number per
+ * row). strip8_run.h has what comes on top. */
 #ifndef MOE_STRIP8_X86_H
 #define MOE_STRIP8_X86_H
 #include "strip8.h"

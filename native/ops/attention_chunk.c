@@ -113,7 +113,8 @@ MOE_INLINE void dot_keys(float *s, const float *q, const void *k, size_t first, 
 }
 
 /* out[d .. d + 16 * groups) = sum_j e_j v_j; with `eight`, only the first eight of a single group. */
-MOE_INLINE void add_values(float *out, const float *e, const void *v, int n, int d, int groups, int stride, int is_f32, int eight) {
+MOE_INLINE void add_values(float *out, const float *e, const void *v, int n, int d, int groups, int stride, int is_f32,
+                           int eight) {
     v16 acc[GROUPS];
 #pragma GCC unroll 8
     for (int g = 0; g < groups; g++) acc[g] = v16_zero();
@@ -128,8 +129,8 @@ MOE_INLINE void add_values(float *out, const float *e, const void *v, int n, int
     for (int g = 0; g < groups; g++) v16_store(out + d + g * 16, acc[g]);
 }
 
-MOE_INLINE void chunk_of(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n,
-                         int is_f32, float scale) {
+MOE_INLINE void chunk_of(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows,
+                         int n, int is_f32, float scale) {
     const void *k = rows->k, *v = rows->v;
     const int head_dim = rows->head_dim, value_dim = rows->value_dim, stride = rows->value_stride;
     float s[MOE_ATTENTION_CHUNK] = {0};
@@ -161,7 +162,8 @@ MOE_INLINE void chunk_of(float *out, float *max_out, float *sum_out, const float
     if (d < value_dim) add_values(out, s, v, n, d, 1, stride, is_f32, 1);
 }
 
-static void chunk(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n, float scale) {
+static void chunk(float *out, float *max_out, float *sum_out, const float *q, const struct moe_kv_rows *rows, int n,
+                  float scale) {
     if (rows->is_f32) chunk_of(out, max_out, sum_out, q, rows, n, 1, scale);
     else chunk_of(out, max_out, sum_out, q, rows, n, 0, scale);
 }
@@ -174,7 +176,8 @@ static float exp_one(float x) {
 
 /* max' = max(max, chunk_max), a = exp(max - max'), b = exp(chunk_max - max'):
  * sum' = fma(chunk_sum, b, sum * a), out' = fma(chunk_out, b, out * a). A NaN maximum stays. */
-static void merge(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum, int value_dim) {
+static void merge(float *out, float *max_io, float *sum_io, const float *chunk_out, float chunk_max, float chunk_sum,
+                  int value_dim) {
     const float old = *max_io;
     const float max = old != old ? old : chunk_max <= old ? old : chunk_max;
     const v16 a = v16_set1(exp_one(old - max)), b = v16_set1(exp_one(chunk_max - max));

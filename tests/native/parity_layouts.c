@@ -1,5 +1,6 @@
 /* Codecs and layout kernels. The blocks that feed them are found without knowing any format: random bytes that the
- * format's own check_row accepts, some of them chosen for moderate weights, some with every byte pushed to an extreme. */
+ * format's own check_row accepts, some of them chosen for moderate weights, some with every byte pushed to an
+ * extreme. */
 #include "parity.h"
 
 enum {
@@ -13,7 +14,8 @@ enum {
     POOL = 16,
 };
 enum data_kind { MODERATE, RANDOM, EXTREME, QUANTIZED, NUM_KINDS };
-static const char *const kind_label[] = {"moderate data, cols", "random data, cols", "extreme data, cols", "quantized data, cols"};
+static const char *const kind_label[] = {"moderate data, cols", "random data, cols", "extreme data, cols",
+                                         "quantized data, cols"};
 #if PARITY_SMALL
 static const int cols_list[] = {32, 96, 512};
 static const int rows_list[] = {9};
@@ -52,7 +54,8 @@ static const struct moe_format *format_of(struct parity *p, int tier, const char
 
 /* Why these two cannot be tested together, or NULL. */
 static const char *mismatch(const struct moe_format *f, const struct moe_layout *l) {
-    if (f->block_len < 1 || f->block_bytes < 1 || f->row_extra_bytes < 0 || f->block_bytes + f->row_extra_bytes > MAX_BLOCK_BYTES)
+    if (f->block_len < 1 || f->block_bytes < 1 || f->row_extra_bytes < 0 ||
+        f->block_bytes + f->row_extra_bytes > MAX_BLOCK_BYTES)
         return "block size out of range";
     if (l->strip_rows != 1 && l->strip_rows != 8) return "strip_rows is neither 1 nor 8";
     if (l->activation < MOE_ACT_F32 || l->activation >= MOE_NUM_ACT) return "unknown activation form";
@@ -62,7 +65,8 @@ static const char *mismatch(const struct moe_format *f, const struct moe_layout 
 /* Long rows once: they differ from the others in nothing but their length. */
 static int wanted(int kind, int cols) { return cols <= 768 || kind == MODERATE; }
 static int fits(const struct moe_format *f, const struct moe_layout *l, int cols) {
-    return cols % f->block_len == 0 && cols % l->block_len == 0 && (l->activation == MOE_ACT_F32 || cols % moe_act_block(l->activation) == 0);
+    return cols % f->block_len == 0 && cols % l->block_len == 0 &&
+           (l->activation == MOE_ACT_F32 || cols % moe_act_block(l->activation) == 0);
 }
 static size_t row_bytes_of(const struct moe_format *f, int cols) {
     return (size_t)(cols / f->block_len) * (size_t)f->block_bytes + (size_t)f->row_extra_bytes;
@@ -70,7 +74,9 @@ static size_t row_bytes_of(const struct moe_format *f, int cols) {
 
 /* ---- storage blocks: each is a row of one block, with the bytes behind the blocks if the format has any ---- */
 static int unit_bytes(const struct moe_format *f) { return f->block_bytes + f->row_extra_bytes; }
-static int finite_block(const struct moe_format *f, const void *block) { return !f->check_row || f->check_row(block, f->block_len) < 0; }
+static int finite_block(const struct moe_format *f, const void *block) {
+    return !f->check_row || f->check_row(block, f->block_len) < 0;
+}
 
 static void random_block(struct parity *p, const struct moe_format *f, unsigned char *block) {
     for (int tries = 0; tries < 1000; tries++) {
@@ -86,7 +92,8 @@ static float block_magnitude(const struct moe_format *f, const struct moe_layout
     static _Alignas(64) unsigned char row[MAX_COLS * 4];
     float most = 0;
     if (!l->dequantize_row || span > MAX_COLS || row_bytes_of(f, span) > sizeof row) return 1;
-    for (int i = 0; i < span / f->block_len; i++) __builtin_memcpy(row + i * f->block_bytes, block, (size_t)unit_bytes(f));
+    for (int i = 0; i < span / f->block_len; i++)
+        __builtin_memcpy(row + i * f->block_bytes, block, (size_t)unit_bytes(f));
     f->encode_strip(strips_got, row, row_bytes_of(f, span), 1, span);
     l->dequantize_row(one_row, strips_got, span, 0);
     for (int i = 0; i < span; i++) {
@@ -135,16 +142,22 @@ static unsigned char *fill_rows(struct parity *p, const struct moe_format *f, in
     return rows;
 }
 
-static void encode_rows(unsigned char *strips, const struct moe_format *f, const struct moe_layout *l, const unsigned char *rows_in, int rows, int cols) {
+static void encode_rows(unsigned char *strips, const struct moe_format *f, const struct moe_layout *l,
+                        const unsigned char *rows_in, int rows, int cols) {
     size_t row_bytes = row_bytes_of(f, cols), strip_bytes = l->strip_bytes(cols);
     for (int r = 0; r < rows; r += l->strip_rows, strips += strip_bytes)
-        f->encode_strip(strips, rows_in + (size_t)r * row_bytes, row_bytes, rows - r < l->strip_rows ? rows - r : l->strip_rows, cols);
+        f->encode_strip(strips, rows_in + (size_t)r * row_bytes, row_bytes,
+                        rows - r < l->strip_rows ? rows - r : l->strip_rows, cols);
 }
 
 /* ---- codecs ---- */
-static void check_encode(struct parity *p, const struct moe_format *ref, const struct moe_format *f, const struct moe_layout *l, int kind, int cols) {
+static void check_encode(struct parity *p, const struct moe_format *ref, const struct moe_format *f,
+                         const struct moe_layout *l, int kind, int cols) {
     size_t row_bytes = row_bytes_of(ref, cols), n = l->strip_bytes(cols);
-    if (n > STRIPS_BYTES || MAX_ROWS * row_bytes > STORAGE_BYTES) { parity_fail(p, "strip or rows too large for the test"); return; }
+    if (n > STRIPS_BYTES || MAX_ROWS * row_bytes > STORAGE_BYTES) {
+        parity_fail(p, "strip or rows too large for the test");
+        return;
+    }
     unsigned char *rows = fill_rows(p, ref, kind, cols);
     for (int num_rows = 1; num_rows <= l->strip_rows; num_rows++) {
         unsigned char *in = rows + (size_t)(MAX_ROWS - num_rows) * row_bytes;
@@ -168,7 +181,8 @@ static float group_want[TOKENS][GROUP_MAX_ROWS], group_out[TOKENS][GROUP_MAX_ROW
 
 static const char *group_mismatch(const struct moe_format *f, const struct moe_layout *l) {
     if (!l->scattered || l->activation != MOE_ACT_F32) return "no scattered layout of float32 activations";
-    if (l->strip_rows != f->group_rows || f->group_rows * GROUP_STRIPS > GROUP_MAX_ROWS) return "group_rows out of range";
+    if (l->strip_rows != f->group_rows || f->group_rows * GROUP_STRIPS > GROUP_MAX_ROWS)
+        return "group_rows out of range";
     return f->quantize_group && f->check_group ? 0 : "the scalar codec table has an empty slot";
 }
 
@@ -187,15 +201,20 @@ static size_t group_matrix(struct parity *p, const struct moe_format *f, int col
 
 static void encode_groups(unsigned char *strips, const struct moe_format *f, const struct moe_layout *l, int cols) {
     int rows = f->group_rows * GROUP_STRIPS;
-    for (int g = 0; g < GROUP_STRIPS; g++) f->encode_group(strips + (size_t)g * l->strip_bytes(cols), storage, rows, cols, g);
+    for (int g = 0; g < GROUP_STRIPS; g++)
+        f->encode_group(strips + (size_t)g * l->strip_bytes(cols), storage, rows, cols, g);
 }
 
-static int check_group_format(struct parity *p, const struct moe_format *ref, const struct moe_format *f, const struct moe_layout *l) {
+static int check_group_format(struct parity *p, const struct moe_format *ref, const struct moe_format *f,
+                              const struct moe_layout *l) {
     const char *why = group_mismatch(ref, l);
     if (why) { parity_fail(p, why); return 0; }
     for (int c = 0; c < LENGTH(group_cols); c++) {
         size_t n = GROUP_STRIPS * l->strip_bytes(group_cols[c]);
-        if (group_matrix(p, ref, group_cols[c]) > STORAGE_BYTES || n > STRIPS_BYTES) { parity_fail(p, "too large for the test"); return 0; }
+        if (group_matrix(p, ref, group_cols[c]) > STORAGE_BYTES || n > STRIPS_BYTES) {
+            parity_fail(p, "too large for the test");
+            return 0;
+        }
         parity_where(p, "groups, cols", group_cols[c], 0, 0, 0, 0);
         __builtin_memset(strips_want, 0x5a, n);
         __builtin_memset(strips_got, 0xa5, n + 64);
@@ -211,23 +230,29 @@ static int check_group_format(struct parity *p, const struct moe_format *ref, co
 static float activation_value(struct parity *p, int token, int c);
 
 /* A strip to float32 against the scalar tier's decoder, row by row. */
-static void check_floats(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const unsigned char *strip, int cols) {
+static void check_floats(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l,
+                         const unsigned char *strip, int cols) {
     static float decoded[32 * MAX_COLS + 2 * PARITY_GUARD];
     float *at = decoded + PARITY_GUARD;
     if (!l->dequantize_strip && l->strip_rows == 1) return;
-    if (!l->dequantize_strip || !ref->dequantize_row || l->strip_rows > 32) { parity_fail(p, "strips cannot be decoded to float32"); return; }
+    if (!l->dequantize_strip || !ref->dequantize_row || l->strip_rows > 32) {
+        parity_fail(p, "strips cannot be decoded to float32");
+        return;
+    }
     parity_poison(at, (size_t)l->strip_rows * (size_t)cols);
     l->dequantize_strip(at, strip, cols);
     parity_untouched(p, decoded, PARITY_GUARD, "wrote before the decoded strip");
     parity_untouched(p, at + l->strip_rows * cols, PARITY_GUARD, "wrote past the decoded strip");
     for (int r = 0; r < l->strip_rows; r++) {
         ref->dequantize_row(one_row, strip, cols, r);
-        parity_words(p, (const uint32_t *)(const void *)(at + r * cols), (const uint32_t *)(const void *)one_row, (size_t)cols);
+        parity_words(p, (const uint32_t *)(const void *)(at + r * cols), (const uint32_t *)(const void *)one_row,
+                     (size_t)cols);
     }
 }
 
 /* The reference is the scalar kernel on one token at a time. */
-static int check_group_layout(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const struct moe_format *f) {
+static int check_group_layout(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l,
+                              const struct moe_format *f) {
     const char *why = group_mismatch(f, ref);
     if (why) { parity_fail(p, why); return 0; }
     for (int c = 0; c < LENGTH(group_cols); c++) {
@@ -264,16 +289,17 @@ void parity_formats(struct parity *p) {
         const struct moe_layout *l = ref ? layout_of(p, 0, ref->layout) : 0;
         const char *why = l && !ref->group_rows ? mismatch(ref, l) : 0;
         if (why) parity_fail(p, why);
-        if (f && ref && (f->version != ref->version || f->block_len != ref->block_len || f->block_bytes != ref->block_bytes ||
-                         f->row_extra_bytes != ref->row_extra_bytes ||
-                         !moe_same_name(f->layout, ref->layout)))
+        if (f && ref &&
+            (f->version != ref->version || f->block_len != ref->block_len || f->block_bytes != ref->block_bytes ||
+             f->row_extra_bytes != ref->row_extra_bytes || !moe_same_name(f->layout, ref->layout)))
             parity_fail(p, "the tiers describe the format differently");
         int tested = f && l && ref->group_rows ? check_group_format(p, ref, f, l) : 0;
         for (int kind = 0; f && l && !why && !ref->group_rows && kind <= LAST_KIND; kind++) {
             if (kind == QUANTIZED && !ref->quantize_row) continue;
             if (kind != QUANTIZED) fill_pool(p, ref, l, kind);
             for (int c = 0; c < LENGTH(cols_list); c++)
-                if (wanted(kind, cols_list[c]) && fits(ref, l, cols_list[c])) check_encode(p, ref, f, l, kind, cols_list[c]), tested++;
+                if (wanted(kind, cols_list[c]) && fits(ref, l, cols_list[c]))
+                    check_encode(p, ref, f, l, kind, cols_list[c]), tested++;
         }
         if (f && l && !why && !tested) parity_fail(p, "no row length fits");
         parity_end(p);
@@ -299,11 +325,15 @@ static float activation_value(struct parity *p, int token, int c) {
 static const void *activation(struct parity *p, const struct moe_layout *l, int token, int cols) {
     unsigned char *act = acts[token];
     size_t block = (size_t)moe_act_block(l->activation), n = (size_t)cols;
-    size_t bytes = l->activation == MOE_ACT_F32 ? 4 * n : moe_round64(n) + moe_round64(n / block * 4) + moe_round64(n / 16 * 2) + moe_round64(n / 32 * 4);
+    size_t bytes = l->activation == MOE_ACT_F32 ? 4 * n
+                                                : moe_round64(n) + moe_round64(n / block * 4) +
+                                                      moe_round64(n / 16 * 2) + moe_round64(n / 32 * 4);
     for (int c = 0; c < cols; c++) x_rows[token][c] = activation_value(p, token, c);
     PARITY_UNFENCE(act, ACT_BYTES);
     if (l->activation == MOE_ACT_F32) __builtin_memcpy(act, x_rows[token], bytes);
-    else p->vec_scalar->quantize_q8(act, x_rows[token], cols, block == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32); /* unrotated: keeps the extremes */
+    else
+        p->vec_scalar->quantize_q8(act, x_rows[token], cols,
+                                   block == 256 ? MOE_ACT_Q8_256 : MOE_ACT_Q8_32); /* unrotated: keeps the extremes */
     PARITY_FENCE(act + bytes, ACT_BYTES - bytes);
     return act;
 }
@@ -318,7 +348,8 @@ static void check_against_double(struct parity *p, const struct moe_layout *l, c
             exact[t][r] = magnitude[t][r] = 0;
             struct moe_act_view v = moe_act_view(x[t], l->activation, cols);
             for (int c = 0; c < cols; c++) {
-                double a = l->activation == MOE_ACT_F32 ? x_rows[t][c] : (double)v.d[c / moe_act_block(l->activation)] * v.q[c];
+                double a = l->activation == MOE_ACT_F32 ? x_rows[t][c]
+                                                        : (double)v.d[c / moe_act_block(l->activation)] * v.q[c];
                 exact[t][r] += a * one_row[c];
                 magnitude[t][r] += a * one_row[c] < 0 ? -a * one_row[c] : a * one_row[c];
             }
@@ -335,9 +366,11 @@ static void check_against_double(struct parity *p, const struct moe_layout *l, c
     }
 }
 
-static void check_matmul(struct parity *p, const struct moe_layout *l, const void *const *x, int rows, int cols, int tokens, int first, int last) {
+static void check_matmul(struct parity *p, const struct moe_layout *l, const void *const *x, int rows, int cols,
+                         int tokens, int first, int last) {
     float *y[TOKENS];
-    int strips = (rows + l->strip_rows - 1) / l->strip_rows, from = first * l->strip_rows, to = last * l->strip_rows < rows ? last * l->strip_rows : rows;
+    int strips = (rows + l->strip_rows - 1) / l->strip_rows, from = first * l->strip_rows,
+        to = last * l->strip_rows < rows ? last * l->strip_rows : rows;
     for (int t = 0; t < tokens; t++) {
         y[t] = out[t] + PARITY_GUARD + 1; /* never 64-byte aligned */
         parity_poison(y[t], (size_t)rows);
@@ -349,12 +382,14 @@ static void check_matmul(struct parity *p, const struct moe_layout *l, const voi
     for (int t = 0; t < tokens; t++) {
         parity_untouched(p, y[t] - PARITY_GUARD, (size_t)(PARITY_GUARD + from), "wrote before the rows asked for");
         parity_untouched(p, y[t] + to, (size_t)(PARITY_GUARD + rows - to), "wrote past the rows asked for");
-        parity_words(p, (const uint32_t *)(const void *)(y[t] + from), (const uint32_t *)(const void *)(want[t] + from), (size_t)(to - from));
+        parity_words(p, (const uint32_t *)(const void *)(y[t] + from), (const uint32_t *)(const void *)(want[t] + from),
+                     (size_t)(to - from));
     }
 }
 
 /* The tile on as many tokens as it takes: those of the test over and over, in another company each time. */
-static void check_tile(struct parity *p, const struct moe_layout *l, const void *const *x, int rows, int cols, int first, int last) {
+static void check_tile(struct parity *p, const struct moe_layout *l, const void *const *x, int rows, int cols,
+                       int first, int last) {
     static float results[MOE_TILE_TOKENS][MAX_ROWS + 2 * PARITY_GUARD + 1];
     float *y[MOE_TILE_TOKENS];
     const void *many[MOE_TILE_TOKENS];
@@ -371,18 +406,23 @@ static void check_tile(struct parity *p, const struct moe_layout *l, const void 
             const float *w = want[(3 * t + t / 8) % TOKENS];
             parity_untouched(p, y[t] - PARITY_GUARD, (size_t)(PARITY_GUARD + from), "wrote before the rows asked for");
             parity_untouched(p, y[t] + to, (size_t)(PARITY_GUARD + rows - to), "wrote past the rows asked for");
-            parity_words(p, (const uint32_t *)(const void *)(y[t] + from), (const uint32_t *)(const void *)(w + from), (size_t)(to - from));
+            parity_words(p, (const uint32_t *)(const void *)(y[t] + from), (const uint32_t *)(const void *)(w + from),
+                         (size_t)(to - from));
         }
     }
 }
 
 /* The reference is the scalar kernel on one token at a time, so equality also proves that the width does not matter. */
-static void check_layout(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const struct moe_format *f, int kind, int cols) {
+static void check_layout(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l,
+                         const struct moe_format *f, int kind, int cols) {
     const void *x[TOKENS];
     int strips = (MAX_ROWS + ref->strip_rows - 1) / ref->strip_rows;
     size_t strip_bytes = ref->strip_bytes(cols);
     if (l->strip_bytes(cols) != strip_bytes) { parity_fail(p, "the tiers disagree about strip_bytes"); return; }
-    if ((size_t)strips * strip_bytes > STRIPS_BYTES || MAX_ROWS * row_bytes_of(f, cols) > STORAGE_BYTES) { parity_fail(p, "rows too large for the test"); return; }
+    if ((size_t)strips * strip_bytes > STRIPS_BYTES || MAX_ROWS * row_bytes_of(f, cols) > STORAGE_BYTES) {
+        parity_fail(p, "rows too large for the test");
+        return;
+    }
     unsigned char *rows_in = fill_rows(p, f, kind, cols);
     encode_rows(strips_want, f, ref, rows_in, MAX_ROWS, cols);
     parity_where(p, kind_label[kind], cols, "decoded rows", 0, 0, 0);
@@ -416,7 +456,8 @@ static void check_layout(struct parity *p, const struct moe_layout *ref, const s
     for (int t = 0; t < TOKENS; t++) PARITY_UNFENCE(acts[t], ACT_BYTES);
 }
 
-static int check_layout_with(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l, const struct moe_format *f) {
+static int check_layout_with(struct parity *p, const struct moe_layout *ref, const struct moe_layout *l,
+                             const struct moe_format *f) {
     int tested = 0;
     const char *why = mismatch(f, ref);
     if (why) parity_fail(p, why);
@@ -424,7 +465,8 @@ static int check_layout_with(struct parity *p, const struct moe_layout *ref, con
         if (kind == QUANTIZED && !f->quantize_row) continue;
         if (kind != QUANTIZED) fill_pool(p, f, ref, kind);
         for (int c = 0; c < LENGTH(cols_list); c++)
-            if (wanted(kind, cols_list[c]) && fits(f, ref, cols_list[c])) check_layout(p, ref, l, f, kind, cols_list[c]), tested++;
+            if (wanted(kind, cols_list[c]) && fits(f, ref, cols_list[c]))
+                check_layout(p, ref, l, f, kind, cols_list[c]), tested++;
     }
     return tested;
 }
@@ -437,7 +479,8 @@ void parity_layouts(struct parity *p) {
         parity_begin(p, "layout", table->name);
         parity_reused(p, table->same_as, table->why);
         const struct moe_layout *l = layout_of(p, p->ctx.tier, table->name), *ref = layout_of(p, 0, table->name);
-        if (l && ref && (l->activation != ref->activation || l->block_len != ref->block_len || l->strip_rows != ref->strip_rows))
+        if (l && ref &&
+            (l->activation != ref->activation || l->block_len != ref->block_len || l->strip_rows != ref->strip_rows))
             parity_fail(p, "the tiers describe the layout differently");
         for (int j = 0; l && ref && j < moe_format_count(); j++) {
             const struct moe_format *f = moe_format_at(j);

@@ -18,12 +18,15 @@ static _Alignas(64) uint16_t half_row[N], half_want[N], half_got[N];
 #define GOT (got_row + PARITY_GUARD + 1) /* odd on purpose: rows of callers are aligned to 4 bytes only */
 
 static void fill(struct parity *p, float *x, int n, int kind) {
-    static const uint32_t specials[] = {0x00000000, 0x80000000, 0x00000001, 0x807fffff, 0x00800000, 0x7f7fffff, 0xff7fffff, 0x7f800000,
-                                        0xff800000, 0x7fc00000, 0x3f800000, 0xbf800000, 0x42b17218, 0xc2aeac50, 0xc2cff1b5, 0x4b400000};
+    static const uint32_t specials[] = {0x00000000, 0x80000000, 0x00000001, 0x807fffff, 0x00800000, 0x7f7fffff,
+                                        0xff7fffff, 0x7f800000, 0xff800000, 0x7fc00000, 0x3f800000, 0xbf800000,
+                                        0x42b17218, 0xc2aeac50, 0xc2cff1b5, 0x4b400000};
     for (int i = 0; i < n; i++) {
         if (kind == UNIT) x[i] = parity_unit(p);
         else if (kind == WIDE) x[i] = parity_wide(p);
-        else if (kind == SPECIAL) x[i] = parity_u32(p) % 3 ? parity_unit(p) * 90.0f : moe_bits_f32(specials[parity_u32(p) % LENGTH(specials)]);
+        else if (kind == SPECIAL)
+            x[i] =
+                parity_u32(p) % 3 ? parity_unit(p) * 90.0f : moe_bits_f32(specials[parity_u32(p) % LENGTH(specials)]);
         else x[i] = moe_bits_f32(parity_u32(p));
     }
 }
@@ -31,7 +34,8 @@ static void fill(struct parity *p, float *x, int n, int kind) {
 static void u16_outputs(struct parity *p, int n, int nan_aside) {
     uint32_t *got = (uint32_t *)(void *)GOT, *want = (uint32_t *)(void *)want_row;
     for (int i = 0; i < PARITY_GUARD; i++)
-        if (half_got[n + PARITY_GUARD + i] != 0x5a5a || half_got[i] != 0x5a5a) parity_fail(p, "wrote outside the output");
+        if (half_got[n + PARITY_GUARD + i] != 0x5a5a || half_got[i] != 0x5a5a)
+            parity_fail(p, "wrote outside the output");
     for (int i = 0; i < n; i++) {
         got[i] = half_got[PARITY_GUARD + i];
         want[i] = half_want[i];
@@ -52,13 +56,15 @@ static void op_quantize_q8(struct parity *p) {
                 parity_where(p, row_label[kind], cols, "activation form", activation, 0, 0);
                 fill(p, a_row + 1, cols, kind);
                 if (kind == UNIT) for (int i = 0; i < 32; i++) a_row[1 + i] = 0.0f;
-                if (kind == WIDE) for (int i = 0; i < 32; i++) a_row[1 + i] = (float)(2 * (i % 64) - 31) * 0.5f; /* ties */
+                if (kind == WIDE)
+                    for (int i = 0; i < 32; i++) a_row[1 + i] = (float)(2 * (i % 64) - 31) * 0.5f; /* ties */
                 unsigned char *g = (unsigned char *)(((uintptr_t)got + 63) & ~(uintptr_t)63);
                 p->vec->quantize_q8(g, a_row + 1, cols, activation);
                 p->vec_scalar->quantize_q8(want, a_row + 1, cols, activation);
                 struct moe_act_view vg = moe_act_view(g, activation, cols), vw = moe_act_view(want, activation, cols);
                 parity_bytes(p, vg.q, vw.q, (size_t)cols);
-                parity_words(p, (const uint32_t *)(const void *)vg.d, (const uint32_t *)(const void *)vw.d, (size_t)(cols / moe_act_block(activation)));
+                parity_words(p, (const uint32_t *)(const void *)vg.d, (const uint32_t *)(const void *)vw.d,
+                             (size_t)(cols / moe_act_block(activation)));
                 parity_bytes(p, vg.sum16, vw.sum16, (size_t)cols / 16 * 2);
                 parity_bytes(p, vg.sum32, vw.sum32, (size_t)cols / 32 * 4);
                 for (int g16 = 0, sum; g16 < cols / 16; g16++) {
@@ -104,11 +110,15 @@ static void rows(struct parity *p, row_fn fn, int in_place) {
         }
 }
 static void call_rmsnorm(const struct moe_vector_ops *v, float *y, int n) { v->rmsnorm(y, a_row, b_row, n, 1e-5f); }
-static void call_rmsnorm_in_place(const struct moe_vector_ops *v, float *y, int n) { v->rmsnorm(y, y, a_row, n, 1e-6f); }
+static void call_rmsnorm_in_place(const struct moe_vector_ops *v, float *y, int n) {
+    v->rmsnorm(y, y, a_row, n, 1e-6f);
+}
 static void call_clip(const struct moe_vector_ops *v, float *y, int n) { v->clip(y, n, 0.5f); }
 static void call_softmax(const struct moe_vector_ops *v, float *y, int n) { v->softmax(y, a_row, n); }
 static void call_swiglu(const struct moe_vector_ops *v, float *y, int n) { v->swiglu(y, a_row, b_row, n); }
-static void call_swiglu_clamped(const struct moe_vector_ops *v, float *y, int n) { v->swiglu_clamped(y, a_row, b_row, n, 7.0f); }
+static void call_swiglu_clamped(const struct moe_vector_ops *v, float *y, int n) {
+    v->swiglu_clamped(y, a_row, b_row, n, 7.0f);
+}
 static void call_sigmoid(const struct moe_vector_ops *v, float *y, int n) { v->sigmoid(y, a_row, n); }
 static void call_add(const struct moe_vector_ops *v, float *y, int n) { v->add(y, a_row, n); }
 static void call_scale(const struct moe_vector_ops *v, float *y, int n) { v->scale(y, a_row, 0.3333f, n); }
@@ -139,7 +149,8 @@ static void op_logsumexp(struct parity *p) {
         for (int i = 0; i < LENGTH(lengths); i++) {
             parity_where(p, row_label[kind], lengths[i], 0, 0, 0, 0);
             fill(p, a_row + 1, lengths[i], kind);
-            double got = p->vec->logsumexp(a_row + 1, lengths[i]), want = p->vec_scalar->logsumexp(a_row + 1, lengths[i]);
+            double got = p->vec->logsumexp(a_row + 1, lengths[i]),
+                   want = p->vec_scalar->logsumexp(a_row + 1, lengths[i]);
             if (got != got) got = 0.5;
             if (want != want) want = 0.5;
             parity_bytes(p, &got, &want, sizeof got);
@@ -197,7 +208,8 @@ static void op_f16_to_f32(struct parity *p) {
     p->vec->f16_to_f32(GOT, half_row, n);
     parity_floats(p, GOT, want_row, (size_t)n);
     for (int i = 0; i < n; i++) /* and both are right */
-        if (moe_f32_bits(want_row[i]) != moe_f32_bits(moe_f16_f32(half_row[i])) && want_row[i] == want_row[i]) parity_fail(p, "wrong value");
+        if (moe_f32_bits(want_row[i]) != moe_f32_bits(moe_f16_f32(half_row[i])) && want_row[i] == want_row[i])
+            parity_fail(p, "wrong value");
 }
 static void op_bf16_to_f32(struct parity *p) {
     int n = every_half();
@@ -209,7 +221,8 @@ static void op_bf16_to_f32(struct parity *p) {
 
 /* Every 16-bit value, its float neighbours and the halfway points around it: where rounding goes wrong if it does. */
 static void to_half(struct parity *p, int bf16) {
-    static const int32_t offsets[2][7] = {{0, 1, -1, 0x0fff, 0x1000, 0x1001, 0x800}, {0, 1, -1, 0x7fff, 0x8000, 0x8001, 0x4000}};
+    static const int32_t offsets[2][7] = {{0, 1, -1, 0x0fff, 0x1000, 0x1001, 0x800},
+                                          {0, 1, -1, 0x7fff, 0x8000, 0x8001, 0x4000}};
     for (int o = 0; o < 7; o++) {
         int n = every_half();
         /* Bochs 2.7 rounds the halfway cases of VCVTPS2PH up, not to even: the full walk, on hardware, checks those. */
@@ -287,12 +300,14 @@ static void attention_chunk(struct parity *p) {
 
 static void attention_merge(struct parity *p) {
     static const int head_dims[] = {16, 24, 64, 128};
-    static const float maxima[][2] = {{1.0f, 2.5f}, {2.5f, 1.0f}, {0.0f, 0.0f}, {-100.0f, 100.0f}, {90.0f, -90.0f}, {-3e38f, 5.0f}, {0.25f, -0.25f}};
+    static const float maxima[][2] = {{1.0f, 2.5f},    {2.5f, 1.0f},   {0.0f, 0.0f},   {-100.0f, 100.0f},
+                                      {90.0f, -90.0f}, {-3e38f, 5.0f}, {0.25f, -0.25f}};
     for (int h = 0; h < LENGTH(head_dims); h++)
         for (int m = 0; m <= LENGTH(maxima); m++) {
             int n = head_dims[h], last = m == LENGTH(maxima);
             float want_stat[2] = {last ? -__builtin_inff() : maxima[m][0], last ? 0.0f : 3.5f};
-            float got_room[2 + 2 * PARITY_GUARD], *got_stat = got_room + PARITY_GUARD, chunk_max = last ? 1.0f : maxima[m][1];
+            float got_room[2 + 2 * PARITY_GUARD], *got_stat = got_room + PARITY_GUARD,
+                                                  chunk_max = last ? 1.0f : maxima[m][1];
             parity_where(p, "head_dim", n, "case", m, 0, 0);
             fill(p, a_row + 1, n, UNIT);
             fill(p, want_row, n, UNIT);
@@ -335,10 +350,14 @@ static const struct check attention_checks[] = {
     {"merge", attention_merge, offsetof(struct moe_attention_ops, merge)},
 };
 /* A slot added to a table without a check here does not compile: tier name plus one pointer per check. */
-_Static_assert(sizeof(struct moe_vector_ops) == (1 + sizeof vector_checks / sizeof *vector_checks) * sizeof(void *), "a vector op has no check");
-_Static_assert(sizeof(struct moe_attention_ops) == (1 + sizeof attention_checks / sizeof *attention_checks) * sizeof(void *), "an attention op has no check");
+_Static_assert(sizeof(struct moe_vector_ops) == (1 + sizeof vector_checks / sizeof *vector_checks) * sizeof(void *),
+               "a vector op has no check");
+_Static_assert(sizeof(struct moe_attention_ops) ==
+                   (1 + sizeof attention_checks / sizeof *attention_checks) * sizeof(void *),
+               "an attention op has no check");
 
-static void run_checks(struct parity *p, const char *kind, const struct check *checks, int n, const void *ops, const char *ops_tier) {
+static void run_checks(struct parity *p, const char *kind, const struct check *checks, int n, const void *ops,
+                       const char *ops_tier) {
     for (int i = 0; i < n; i++) {
         void *slot;
         __builtin_memcpy(&slot, (const char *)ops + checks[i].slot, sizeof slot);
@@ -349,5 +368,9 @@ static void run_checks(struct parity *p, const char *kind, const struct check *c
         parity_end(p);
     }
 }
-void parity_vector_ops(struct parity *p) { run_checks(p, "op", vector_checks, LENGTH(vector_checks), p->vec, p->vec->tier); }
-void parity_attention_ops(struct parity *p) { run_checks(p, "attention", attention_checks, LENGTH(attention_checks), p->attn, p->attn->tier); }
+void parity_vector_ops(struct parity *p) {
+    run_checks(p, "op", vector_checks, LENGTH(vector_checks), p->vec, p->vec->tier);
+}
+void parity_attention_ops(struct parity *p) {
+    run_checks(p, "attention", attention_checks, LENGTH(attention_checks), p->attn, p->attn->tier);
+}

@@ -77,7 +77,8 @@ static int make_matrix(struct moe_ctx *ctx, struct moe_matrix *w, unsigned *seed
     const struct moe_layout *layout = format ? moe_select_layout(ctx, format->layout, &error) : 0;
     if (!layout) return printf("%s\n", error), 1;
     float *x = malloc(sizeof(float) * SIDE * SIDE);
-    void *stored = malloc((size_t)SIDE * (size_t)(SIDE / format->block_len * format->block_bytes + format->row_extra_bytes));
+    void *stored =
+        malloc((size_t)SIDE * (size_t)(SIDE / format->block_len * format->block_bytes + format->row_extra_bytes));
     void *strips = aligned_alloc(64, moe_round64(moe_matrix_bytes(layout, SIDE, SIDE)));
     for (int i = 0; i < SIDE * SIDE; i++) x[i] = (float)(rand_r(seed) % 2001 - 1000) * 1e-4f;
     int failed = moe_quantize(ctx, stored, "q8_0", x, SIDE, SIDE) ||
@@ -97,7 +98,8 @@ static int experts(struct moe_ctx *ctx, struct moe_ctx *alone, unsigned *seed) {
     int failed = 0;
     for (int i = 0; i < NUM_EXPERTS; i++) {
         table[i] = &e[i];
-        failed |= make_matrix(ctx, &e[i].gate, seed) | make_matrix(ctx, &e[i].up, seed) | make_matrix(ctx, &e[i].down, seed);
+        failed |=
+            make_matrix(ctx, &e[i].gate, seed) | make_matrix(ctx, &e[i].up, seed) | make_matrix(ctx, &e[i].down, seed);
     }
     for (int i = 0; i < TOKENS * SIDE; i++) x[i] = (float)(rand_r(seed) % 2001 - 1000) * 1e-3f;
     for (int round = 0; round < 20 && !failed; round++) {

@@ -1,7 +1,7 @@
-/* AVX-512 intrinsics for CPUs without AVX-512: SIMDe (written against Debian's libsimde-dev 0.7.4) plus the ones that it
- * lacks or gets wrong, on AVX2 halves or as plain loops from the instruction's definition. Included by native/tier.h for
- * the tier avx512_emu, in test builds only. An intrinsic that is missing here does not compile ("target specific option
- * mismatch"): add it below. Right results only; never measure speed on it. */
+/* AVX-512 intrinsics for CPUs without AVX-512: SIMDe (written against Debian's libsimde-dev 0.7.4) plus the ones that
+ * it lacks or gets wrong, on AVX2 halves or as plain loops from the instruction's definition. Included by native/tier.h
+ * for the tier avx512_emu, in test builds only. An intrinsic that is missing here does not compile ("target specific
+ * option mismatch"): add it below. Right results only; never measure speed on it. */
 #ifndef SIMDE_AVX512_H
 #define SIMDE_AVX512_H
 #define SIMDE_ENABLE_NATIVE_ALIASES
@@ -23,19 +23,38 @@ EMU __m128i emu_low(__m256i a) { return _mm256_castsi256_si128(a); }
 EMU __m128i emu_high(__m256i a) { return _mm256_extracti128_si256(a, 1); }
 
 /* ---- widening, narrowing, conversion ---- */
-EMU __m512i emu_cvtepu8_epi16(__m256i a) { return emu_join(_mm256_cvtepu8_epi16(emu_low(a)), _mm256_cvtepu8_epi16(emu_high(a))); }
-EMU __m512i emu_cvtepu16_epi32(__m256i a) { return emu_join(_mm256_cvtepu16_epi32(emu_low(a)), _mm256_cvtepu16_epi32(emu_high(a))); }
-EMU __m512i emu_cvtepi16_epi32(__m256i a) { return emu_join(_mm256_cvtepi16_epi32(emu_low(a)), _mm256_cvtepi16_epi32(emu_high(a))); }
-EMU __m512i emu_cvtepi8_epi32(__m128i a) { return emu_join(_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))); }
-EMU __m512i emu_cvtepu8_epi32(__m128i a) { return emu_join(_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))); }
-EMU __m512i emu_cvtepu8_epi64(__m128i a) { return emu_join(_mm256_cvtepu8_epi64(a), _mm256_cvtepu8_epi64(_mm_srli_si128(a, 4))); }
-EMU __m512 emu_cvtepi32_ps(__m512i a) { return emu_join_ps(_mm256_cvtepi32_ps(emu_half(a, 0)), _mm256_cvtepi32_ps(emu_half(a, 1))); }
-EMU __m512i emu_cvtps_epi32(__m512 a) { return emu_join(_mm256_cvtps_epi32(emu_half_ps(a, 0)), _mm256_cvtps_epi32(emu_half_ps(a, 1))); }
-EMU __m512i emu_cvttps_epi32(__m512 a) { return emu_join(_mm256_cvttps_epi32(emu_half_ps(a, 0)), _mm256_cvttps_epi32(emu_half_ps(a, 1))); }
+EMU __m512i emu_cvtepu8_epi16(__m256i a) {
+    return emu_join(_mm256_cvtepu8_epi16(emu_low(a)), _mm256_cvtepu8_epi16(emu_high(a)));
+}
+EMU __m512i emu_cvtepu16_epi32(__m256i a) {
+    return emu_join(_mm256_cvtepu16_epi32(emu_low(a)), _mm256_cvtepu16_epi32(emu_high(a)));
+}
+EMU __m512i emu_cvtepi16_epi32(__m256i a) {
+    return emu_join(_mm256_cvtepi16_epi32(emu_low(a)), _mm256_cvtepi16_epi32(emu_high(a)));
+}
+EMU __m512i emu_cvtepi8_epi32(__m128i a) {
+    return emu_join(_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8)));
+}
+EMU __m512i emu_cvtepu8_epi32(__m128i a) {
+    return emu_join(_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8)));
+}
+EMU __m512i emu_cvtepu8_epi64(__m128i a) {
+    return emu_join(_mm256_cvtepu8_epi64(a), _mm256_cvtepu8_epi64(_mm_srli_si128(a, 4)));
+}
+EMU __m512 emu_cvtepi32_ps(__m512i a) {
+    return emu_join_ps(_mm256_cvtepi32_ps(emu_half(a, 0)), _mm256_cvtepi32_ps(emu_half(a, 1)));
+}
+EMU __m512i emu_cvtps_epi32(__m512 a) {
+    return emu_join(_mm256_cvtps_epi32(emu_half_ps(a, 0)), _mm256_cvtps_epi32(emu_half_ps(a, 1)));
+}
+EMU __m512i emu_cvttps_epi32(__m512 a) {
+    return emu_join(_mm256_cvttps_epi32(emu_half_ps(a, 0)), _mm256_cvttps_epi32(emu_half_ps(a, 1)));
+}
 EMU __m512 emu_cvtph_ps(__m256i a) { return emu_join_ps(_mm256_cvtph_ps(emu_low(a)), _mm256_cvtph_ps(emu_high(a))); }
 /* the rounding operand must be a constant, hence a macro: as the hardware's, it holds in both halves */
-#define emu_cvtps_ph(a, rounding) \
-    _mm256_set_m128i(_mm256_cvtps_ph(emu_half_ps(a, 1), (rounding) & 7), _mm256_cvtps_ph(emu_half_ps(a, 0), (rounding) & 7))
+#define emu_cvtps_ph(a, rounding)                                        \
+    _mm256_set_m128i(_mm256_cvtps_ph(emu_half_ps(a, 1), (rounding) & 7), \
+                     _mm256_cvtps_ph(emu_half_ps(a, 0), (rounding) & 7))
 EMU __m128i emu_cvtepi32_epi8(__m512i a) {
     uint32_t x[16];
     uint8_t o[16];
@@ -58,11 +77,16 @@ EMU __m256i emu_cvtepi32_epi16(__m512i a) {
 /* ---- moving lanes ---- */
 EMU __m512i emu_broadcast_i32x8(__m256i a) { return emu_join(a, a); }
 EMU __m512i emu_zextsi256_si512(__m256i a) { return emu_join(a, _mm256_setzero_si256()); }
-EMU __m512 emu_insertf32x8(__m512 a, __m256 b, int k) { return k ? emu_join_ps(emu_half_ps(a, 0), b) : emu_join_ps(b, emu_half_ps(a, 1)); }
-#define emu_shuffle_epi32(a, control) emu_join(_mm256_shuffle_epi32(emu_half(a, 0), control), _mm256_shuffle_epi32(emu_half(a, 1), control))
-#define emu_permutex_epi64(a, control) emu_join(_mm256_permute4x64_epi64(emu_half(a, 0), control), _mm256_permute4x64_epi64(emu_half(a, 1), control))
-#define emu_alignr_epi8(a, b, n) \
-    emu_join(_mm256_alignr_epi8(emu_half(a, 0), emu_half(b, 0), n), _mm256_alignr_epi8(emu_half(a, 1), emu_half(b, 1), n))
+EMU __m512 emu_insertf32x8(__m512 a, __m256 b, int k) {
+    return k ? emu_join_ps(emu_half_ps(a, 0), b) : emu_join_ps(b, emu_half_ps(a, 1));
+}
+#define emu_shuffle_epi32(a, control) \
+    emu_join(_mm256_shuffle_epi32(emu_half(a, 0), control), _mm256_shuffle_epi32(emu_half(a, 1), control))
+#define emu_permutex_epi64(a, control) \
+    emu_join(_mm256_permute4x64_epi64(emu_half(a, 0), control), _mm256_permute4x64_epi64(emu_half(a, 1), control))
+#define emu_alignr_epi8(a, b, n)                                    \
+    emu_join(_mm256_alignr_epi8(emu_half(a, 0), emu_half(b, 0), n), \
+             _mm256_alignr_epi8(emu_half(a, 1), emu_half(b, 1), n))
 #define emu_bslli_epi128(a, n) emu_join(_mm256_slli_si256(emu_half(a, 0), n), _mm256_slli_si256(emu_half(a, 1), n))
 #define emu_bsrli_epi128(a, n) emu_join(_mm256_srli_si256(emu_half(a, 0), n), _mm256_srli_si256(emu_half(a, 1), n))
 EMU __m512 emu_shuffle_f32x4(__m512 a, __m512 b, int control) {
@@ -91,7 +115,10 @@ EMU __m512 emu_i32gather_ps(__m512i index, const void *base, int scale) {
 
 /* ---- shifts ---- */
 #define emu_srai_epi32(a, n) emu_join(_mm256_srai_epi32(emu_half(a, 0), n), _mm256_srai_epi32(emu_half(a, 1), n))
-EMU __m512i emu_srav_epi32(__m512i a, __m512i n) { return emu_join(_mm256_srav_epi32(emu_half(a, 0), emu_half(n, 0)), _mm256_srav_epi32(emu_half(a, 1), emu_half(n, 1))); }
+EMU __m512i emu_srav_epi32(__m512i a, __m512i n) {
+    return emu_join(_mm256_srav_epi32(emu_half(a, 0), emu_half(n, 0)),
+                    _mm256_srav_epi32(emu_half(a, 1), emu_half(n, 1)));
+}
 
 /* ---- masks, masked memory ---- */
 EMU __mmask64 emu_cmpneq_epi8_mask(__m512i a, __m512i b) {
@@ -129,19 +156,22 @@ EMU void emu_mask_storeu_epi8(void *p, __mmask64 k, __m512i a) {
 /* ---- products: calls, since SIMDe's generic code in every unrolled step of a kernel takes minutes to compile ---- */
 #define EMU_CALL static __attribute__((noinline, unused))
 EMU __m256i emu_dot_u8s8(__m256i sum, __m256i u, __m256i x) { /* even and odd bytes apart: no step saturates */
-    __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    __m256i even =
+        _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
 EMU_CALL __m512i emu_dpbusd_epi32(__m512i sum, __m512i u, __m512i x) {
-    return emu_join(emu_dot_u8s8(emu_half(sum, 0), emu_half(u, 0), emu_half(x, 0)), emu_dot_u8s8(emu_half(sum, 1), emu_half(u, 1), emu_half(x, 1)));
+    return emu_join(emu_dot_u8s8(emu_half(sum, 0), emu_half(u, 0), emu_half(x, 0)),
+                    emu_dot_u8s8(emu_half(sum, 1), emu_half(u, 1), emu_half(x, 1)));
 }
 EMU_CALL __m512i emu_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) { /* wraps, as the instruction */
     return emu_join(_mm256_add_epi32(emu_half(sum, 0), _mm256_madd_epi16(emu_half(a, 0), emu_half(b, 0))),
                     _mm256_add_epi32(emu_half(sum, 1), _mm256_madd_epi16(emu_half(a, 1), emu_half(b, 1))));
 }
 EMU_CALL __m512i emu_shuffle_epi8(__m512i a, __m512i index) {
-    return emu_join(_mm256_shuffle_epi8(emu_half(a, 0), emu_half(index, 0)), _mm256_shuffle_epi8(emu_half(a, 1), emu_half(index, 1)));
+    return emu_join(_mm256_shuffle_epi8(emu_half(a, 0), emu_half(index, 0)),
+                    _mm256_shuffle_epi8(emu_half(a, 1), emu_half(index, 1)));
 }
 
 /* ---- sums: the compiler's own order, halves first ---- */

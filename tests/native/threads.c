@@ -1,6 +1,6 @@
-/* threads [ROUNDS]: the drivers of the engine (products, experts, attention, sampling) on every tier of this CPU and with
- * several thread counts, then from several callers at once, two of them on one context. Every walk must produce the same
- * bits; the hash is printed, so that machines can be compared. Made to run under the thread sanitizer. */
+/* threads [ROUNDS]: the drivers of the engine (products, experts, attention, sampling) on every tier of this CPU and
+ * with several thread counts, then from several callers at once, two of them on one context. Every walk must produce
+ * the same bits; the hash is printed, so that machines can be compared. Made to run under the thread sanitizer. */
 #include "internal.h"
 #include "moe.h"
 #include <pthread.h>
@@ -60,7 +60,11 @@ static struct moe_matrix matrix(struct walk *w, const char *format_name, int row
     mix(w, strips, moe_matrix_bytes(l, rows, cols));
     free(x);
     free(compact ? strips : storage);
-    return (struct moe_matrix){.data = compact ? storage : strips, .layout = l, .bias = bias, .rows = rows, .cols = cols,
+    return (struct moe_matrix){.data = compact ? storage : strips,
+                               .layout = l,
+                               .bias = bias,
+                               .rows = rows,
+                               .cols = cols,
                                .storage = compact ? f : NULL};
 }
 
@@ -76,7 +80,8 @@ static void products(struct walk *w, const char *format, int compact, int odd_ro
     for (int i = 0; i < 3; i++) mix(w, y[i], (size_t)T * (size_t)m[i].rows * 4);
     for (int t = 0; t < T; t++) ids[t] = t * 37 % H;
     int status = moe_embed(w->ctx, x, m, ids, T), rotated = m->layout->activation == MOE_ACT_Q8_256_ROTATED;
-    TRY(w, status == (rotated ? MOE_NO_KERNEL : MOE_OK) ? MOE_OK : MOE_BAD_ARGUMENT); /* rotated rows are not the weights */
+    TRY(w, status == (rotated ? MOE_NO_KERNEL : MOE_OK) ? MOE_OK
+                                                        : MOE_BAD_ARGUMENT); /* rotated rows are not the weights */
     mix(w, x, T * H * 4);
     for (int i = 0; i < 3; i++) free((void *)m[i].data), free(y[i]);
     free(bias);
@@ -109,15 +114,23 @@ static void experts(struct walk *w, const char *format, int compact) {
     mix(w, weights, sizeof weights);
     mix(w, out, (size_t)T * A * H * 4);
     mix(w, y, T * H * 4);
-    for (int e = 0; e < E; e++) free((void *)expert[e].gate.data), free((void *)expert[e].up.data), free((void *)expert[e].down.data);
+    for (int e = 0; e < E; e++)
+        free((void *)expert[e].gate.data), free((void *)expert[e].up.data), free((void *)expert[e].down.data);
     free(x), free(logits), free(y), free(out);
 }
 
 static void attention(struct walk *w, int is_f32) {
     size_t kv_bytes = (size_t)K * CAPACITY * D * (is_f32 ? 4 : 2);
-    struct moe_kv kv = {.k = bytes(kv_bytes), .v = bytes(kv_bytes), .num_heads = K, .head_dim = D, .value_dim = D, .capacity = CAPACITY, .is_f32 = is_f32};
+    struct moe_kv kv = {.k = bytes(kv_bytes),
+                        .v = bytes(kv_bytes),
+                        .num_heads = K,
+                        .head_dim = D,
+                        .value_dim = D,
+                        .capacity = CAPACITY,
+                        .is_f32 = is_f32};
     float inv_freq[D / 2], sinks[N], *cosines = bytes(CAPACITY * D / 2 * 4), *sines = bytes(CAPACITY * D / 2 * 4);
-    float *k = floats(w, CAPACITY * K * D, 1.0f), *v = floats(w, CAPACITY * K * D, 1.0f), *q = floats(w, T * N * D, 1.0f), *out = bytes(T * N * D * 4);
+    float *k = floats(w, CAPACITY * K * D, 1.0f), *v = floats(w, CAPACITY * K * D, 1.0f),
+          *q = floats(w, T * N * D, 1.0f), *out = bytes(T * N * D * 4);
     for (int i = 0; i < N; i++) sinks[i] = unit(w);
     TRY(w, moe_rope_inv_freq(inv_freq, 10000.0, D));
     TRY(w, moe_rope_table(cosines, sines, inv_freq, D / 2, 0, CAPACITY, 1.0f));
@@ -134,7 +147,8 @@ static void attention(struct walk *w, int is_f32) {
 }
 
 static void rows_and_sampling(struct walk *w) {
-    struct moe_sampling sampling = {.temperature = 0.8f, .top_k = 50, .top_p = 0.95f, .repeat_penalty = 1.1f, .seed = 7};
+    struct moe_sampling sampling = {
+        .temperature = 0.8f, .top_k = 50, .top_p = 0.95f, .repeat_penalty = 1.1f, .seed = 7};
     float *x = floats(w, T * V, 8.0f), *y = bytes(T * V * 4), *weight = floats(w, V, 1.0f);
     int32_t token, history[4] = {5, 9, 5, V - 2}, targets[T] = {0, 5, V - 1};
     double logprobs[T];
@@ -200,7 +214,10 @@ static uint64_t expected;
 static int passed, failed, skipped;
 static void report(const char *what, const char *tier, int threads, struct walk w) {
     int bad = w.failed || w.hash != expected;
-    printf("%s %s, threads %d: %s%s\n", what, tier, threads, bad ? "FAILED, " : "passed", !bad ? "" : w.failed ? w.failed : "other bits than the first walk");
+    printf("%s %s, threads %d: %s%s\n", what, tier, threads, bad ? "FAILED, " : "passed",
+           !bad       ? ""
+           : w.failed ? w.failed
+                      : "other bits than the first walk");
     if (bad) failed++;
     else passed++;
 }
@@ -243,15 +260,18 @@ int main(int argc, char **argv) {
             moe_ctx_destroy(ctx);
         }
     }
-    struct caller callers[3] = {{.ctx = shared, .rounds = rounds}, {.ctx = shared, .rounds = rounds}, {.ctx = own, .rounds = rounds}};
+    struct caller callers[3] = {
+        {.ctx = shared, .rounds = rounds}, {.ctx = shared, .rounds = rounds}, {.ctx = own, .rounds = rounds}};
     for (int i = 0; i < 3; i++)
         if (pthread_create(&callers[i].thread, NULL, call, &callers[i])) return 1;
     for (int i = 0; i < 3; i++) {
         pthread_join(callers[i].thread, NULL);
-        report(i < 2 ? "caller on a shared context," : "caller on its own context,", moe_ctx_tier(callers[i].ctx), moe_ctx_num_threads(callers[i].ctx), callers[i].last);
+        report(i < 2 ? "caller on a shared context," : "caller on its own context,", moe_ctx_tier(callers[i].ctx),
+               moe_ctx_num_threads(callers[i].ctx), callers[i].last);
     }
     moe_ctx_destroy(shared);
     moe_ctx_destroy(own);
-    printf("hash drivers %016llx\n%02d passed, %02d failed, %02d skipped\n", (unsigned long long)expected, passed, failed, skipped);
+    printf("hash drivers %016llx\n%02d passed, %02d failed, %02d skipped\n", (unsigned long long)expected, passed,
+           failed, skipped);
     return failed != 0;
 }
