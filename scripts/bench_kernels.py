@@ -7,7 +7,13 @@ machine's absolute times do not. Reference formats run in every table, so that a
 
     python scripts/bench_kernels.py --formats iq4_xs iq3_s --ggml-sdist llama_cpp_python-0.3.36.tar.gz
     python scripts/bench_kernels.py --formats hqq5-ax0-g32 --stream-mib 0
-    python scripts/bench_kernels.py --tier avx512 --json out.json
+
+All formats take minutes. In pieces of less than 90 seconds each, at any time and in any order, then as one table:
+
+    for k in $(seq 10); do python scripts/bench_kernels.py --piece $k/10 --json piece$k.json; done
+    python scripts/bench_kernels.py --merge piece*.json --json all.json
+
+The merged table has a row per format and a mark at every figure that misses its target.
 
 ggml comes from an installed llama-cpp-python (extra `peers`) or --ggml-lib. pip builds that for the CPU at hand; to be
 compared on AVX2 its dot products are compiled again from the source distribution (--ggml-sdist FILE, or `download`).
@@ -273,8 +279,63 @@ def parse():
     p.add_argument("--stream-mib", type=int, default=512, help="weights of the streaming arms; 0: leave them out")
     p.add_argument("--ggml-lib", type=Path, help="folder of libggml-cpu.so; default: the installed llama-cpp-python")
     p.add_argument("--ggml-sdist", help="source distribution of the same version, or `download`: dot products for AVX2")
+    p.add_argument("--piece", type=piece, metavar="K/N", help="every N-th of the formats, beginning with the K-th")
+    p.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="measure nothing: one table of earlier runs")
     p.add_argument("--json", type=Path)
-    return p.parse_args()
+    args = p.parse_args()
+    if args.piece:
+        first, step = args.piece
+        args.formats = args.formats[first - 1 :: step]
+    return args
+
+
+def piece(text):
+    first, _, step = text.partition("/")
+    if not (first.isdigit() and step.isdigit() and 1 <= int(first) <= int(step)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text!r}")
+    return int(first), int(step)
+
+
+COLUMNS = {  # of the merged table: heading -> the lines of a format
+    "us 1": "us, 1 tokens", "us 3": "us, 3 tokens", "us 8": "us, 8 tokens",
+    "x ggml 1": "x ggml, 1 tokens", "3": "x ggml, 3 tokens", "8": "x ggml, 8 tokens",
+    "compact 1": "x ggml, compact, 1 tokens", "3 ": "x ggml, compact, 3 tokens", "8 ": "x ggml, compact, 8 tokens",
+    "memory x ggml": "memory, x ggml, 1 tokens", "of plain reads": "memory, share of plain reads",
+    "tile saves": f"tile of {TILE}: time saved per token", "codec GB/s": "codec, GB/s of storage",
+}  # fmt: skip
+
+
+def cell(line):
+    if line is None:
+        return ""
+    target = "" if line["target"] is None else f" ({line['target']:g})"
+    return f"{line['value']:.3g}{target}{'' if line['reached'] or line['target'] is None else ' !'}"
+
+
+def merged(files):
+    """One table of several runs; in brackets the target, `!` where it is missed. Other misses follow as lines."""
+    runs = [json.loads(f.read_text()) for f in files]
+    lines = [line for run in runs for line in run["lines"]]
+    found = {(line["format"], line["what"]): line for line in lines}
+    print(*dict.fromkeys(f"# {text}" for run in runs for text in run["machine"]), sep="\n")
+    print("| format |", " | ".join(COLUMNS), "|\n|", " | ".join(["---"] * (len(COLUMNS) + 1)), "|")
+    for name in dict.fromkeys(line["format"] for line in lines):
+        print(f"| {name} |", " | ".join(cell(found.get((name, what))) for what in COLUMNS.values()), "|")
+    for line in lines:
+        if line["what"] not in COLUMNS.values() and line["target"] is not None:
+            print(f"{line['format']}: {line['what']}: {cell(line)}")
+    reached = [bool(line["reached"]) for line in lines if line["target"] is not None]
+    print(f"{sum(reached)} of {len(reached)} targets reached")
+    return {"machine": [run["machine"] for run in runs], "lines": lines}
+
+
+def targets_text():
+    """The targets of the formats, as lines."""
+    kinds = {"iq3_s": IQ3_S_TARGET, ", ".join(NIBBLES): NIBBLE_TARGET, ", ".join(BYTES): BYTE_TARGET,
+             "others that ggml has": OTHER_TARGET, "compact, " + ", ".join(GRIDS): COMPACT_TARGET}  # fmt: skip
+    for names, by_tokens in kinds.items():
+        yield f"target: {names}: " + ", ".join(f"{v:g} x ggml with {t}" for t, v in by_tokens.items()) + " tokens"
+    yield "target: from memory 2 x ggml (nibbles), 4.5 x (grids), 0.9 of plain reads; tile 15 %; codecs 4 and 2 GB/s"
 
 
 def peer(args, folder):
@@ -289,6 +350,11 @@ def peer(args, folder):
 
 def main():
     args = parse()
+    if args.merge:
+        result = merged(args.merge)
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        return
     with tempfile.TemporaryDirectory() as folder:
         library, how = peer(args, Path(folder))
         loop = ggml_peer.loops(Path(folder))
@@ -296,6 +362,7 @@ def main():
             f"{cpu_name()}, {os.cpu_count()} CPUs, {platform.platform()}, load {os.getloadavg()[0]:.1f}",
             f"{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
             f"one thread, tier {args.tier}, weights [{ROWS}, {COLS}], {args.rounds} rounds; {how}",
+            *targets_text(),
         ]
         print(*(f"# {line}" for line in head), sep="\n")
         lines = []

@@ -34,8 +34,8 @@ struct strip_spec {
     int scale;            /* enum strip_scale_kind */
     int sub;              /* span 256: columns per int8 sub-scale: 16, 32, 0: none */
     int min;              /* 1: span 32 or 256 with a minimum */
-    int unpacked;         /* set by a kernel for itself: codes are its own scratch */
-    int sizes;            /* set by a kernel for itself: |x| is at hand */
+    int unpacked;         /* set by the AVX-512 tile for itself: codes are its own scratch */
+    int sizes;            /* set by the AVX2 kernel for itself: |x| is at hand */
     int shift;            /* the float scale counts 2^-shift times (exact: fp16 has 2^-24, float32 goes to 2^-149) */
 };
 enum strip_scale_kind { STRIP_F16, STRIP_F32, STRIP_E8M0, STRIP_E4M3 };
@@ -183,7 +183,7 @@ MOE_INLINE void strip_matmul(struct strip_spec s, float *const *y, const void *w
     static void dequantize_strip_##id(float *out, const void *strip, int cols) {                                   \
         strip_dequantize(spec_##id(), out, strip, cols);                                                           \
     }
-#if MOE_TIER_ID == MOE_SCALAR
+#if MOE_TIER_ID != MOE_AVX512
 #define STRIP_TILE(id)
 #define STRIP_TILE_FIELDS(id) .tile = 0, .strips_at_once = 1
 #else

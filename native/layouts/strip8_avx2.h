@@ -10,8 +10,7 @@
 #include "tier.h"
 typedef __m256 strip_floats;
 typedef __m256i strip_ints;
-/* STRIP_UNPACKED_BYTES per 32 columns: weights that become unsigned take half of them. */
-enum { STRIPS = 1, TILE_SETS = 1, TILE_TOKENS = 8, STRIP_UNPACKED_BYTES = 512, STRIP_START_BYTES = 32 };
+enum { STRIPS = 1, TILE_SETS = 1, STRIP_UNPACKED_BYTES = 0 }; /* no tile: docs/kernels.md says why */
 enum { STRIP_SIZE_TOKENS = 4, STRIP_SIZE_COLS = 8192 };
 #include "strip8_x86.h"
 
@@ -61,11 +60,6 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, 
     STRIP_UNROLL for (int v = 4 * first; v < 4 * last; v++) {
         const int widen = held + 1 == limit || v + 1 == 4 * last || (strip_halves(s) && v == 3);
         STRIP_UNROLL for (int r = 0; r < R; r++) {
-            if (s.unpacked) {
-                w[r] = _mm256_load_si256((const void *)(code + (R * v + r) * (s.reach ? 32 : 64)));
-                if (!s.reach) sign[r] = _mm256_load_si256((const void *)(code + (R * v + r) * 64 + 32));
-                continue;
-            }
             const int byte = s.bits == 8 ? 32 * v : 16 * v;
             if (byte % 64 == 0) _mm_prefetch(code + byte + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
             if (s.bits == 8) pair[v & 1] = strip_bytes(s, code + byte);
@@ -78,7 +72,7 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, 
             STRIP_UNROLL for (int r = 0; r < R; r++) {
                 __m256i a = four;
                 if (s.sizes) a = _mm256_sign_epi8(w[r], four);
-                else if (!s.reach) a = s.unpacked ? _mm256_xor_si256(a, sign[r]) : _mm256_sign_epi8(a, sign[r]);
+                else if (!s.reach) a = _mm256_sign_epi8(a, sign[r]);
                 if (s.sizes) a = _mm256_maddubs_epi16(strip_four(x.size[t] + col + (size_t)(4 * v)), a);
                 else a = _mm256_maddubs_epi16(w[r], a);
                 if (held) a = _mm256_add_epi16(sum[R * t + r], a);
@@ -142,21 +136,13 @@ MOE_INLINE __m256 strip_add(__m256 acc, __m256 dw, __m256 dx, __m256i is) {
     return _mm256_fmadd_ps(dw, _mm256_mul_ps(dx, _mm256_cvtepi32_ps(is)), acc);
 }
 
-MOE_INLINE void strip_start(struct strip_spec s, __m256i *is, struct strip_at at, int T, int R) {
-    STRIP_UNROLL for (int i = 0; i < R * T; i++) {
-        is[i] = _mm256_setzero_si256();
-        if (s.unpacked && !s.reach) is[i] = _mm256_load_si256((const void *)(at.start + i % R * STRIP_START_BYTES));
-    }
-}
-
 /* One super-block of 256 columns: exact sums of the weights (is) and of the minima (ms), then the floats. */
 MOE_INLINE void strip_super(struct strip_spec s, __m256 *acc, struct strip_at at, struct strip_x x, size_t col, int T,
                             int R, __m256i table) {
     const __m256i off = _mm256_set1_epi16((short)-s.offset);
     const size_t block = col;
     __m256i is[MOE_MAX_TOKENS], ms[MOE_MAX_TOKENS];
-    strip_start(s, is, at, T, R);
-    STRIP_UNROLL for (int i = 0; i < R * T; i++) ms[i] = _mm256_setzero_si256();
+    STRIP_UNROLL for (int i = 0; i < R * T; i++) is[i] = ms[i] = _mm256_setzero_si256();
     for (int p = 0; p < 8; p++, col += 32, strip_next_code(s, &at, 32, R)) {
         __m256i scale[TILE_SETS][2], pair[TILE_SETS];
         STRIP_UNROLL for (int r = 0; r < R; r++) strip_subs(s, scale[r], &pair[r], at.scale[r], p);
@@ -214,7 +200,7 @@ MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, struct strip_at at
             if (s.min) m[r] = strip_minimum8(s, at.scale[r]);
         }
         __m256i is[MOE_MAX_TOKENS];
-        strip_start(s, is, at, T, R);
+        STRIP_UNROLL for (int i = 0; i < R * T; i++) is[i] = _mm256_setzero_si256();
         strip_dot(s, is, at, x, col, T, R, halves ? h : 0, halves ? h + 1 : 2, ones, table);
         STRIP_UNROLL for (int t = 0; t < T; t++) {
             const __m256i sums = strip_four(x.q[t] + x.sum16 + col / 8);
@@ -229,46 +215,6 @@ MOE_INLINE void strip_group(struct strip_spec s, __m256 *acc, struct strip_at at
             }
         }
     }
-}
-
-/* The tile's scratch. Unsigned weights: 32 bytes per four columns. Others: |w| and a mask of the negative ones, since
- * x ^ mask = -x - 1 there, which needs no multiplier port; the sum of |w| that this loses is the start value of the
- * block's sum. maddubs stays exact: 2 * 128 * -128 is the least int16. Only spans of 32 columns and more lack an
- * offset. */
-MOE_INLINE int strip_unpacks(struct strip_spec s) { return s.bits == 4 || !s.reach; }
-MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R,
-                             __m256i table) {
-    _Static_assert(STRIP_UNPACKED_BYTES == 8 * 64, "per 32 columns");
-    const int bytes = s.reach ? 32 : 64;
-    __m256i start[TILE_SETS];
-    STRIP_UNROLL for (int r = 0; r < R; r++) start[r] = _mm256_setzero_si256();
-    for (int col = 0; col < cols; col += 32, out += R * STRIP_UNPACKED_BYTES, strip_next_code(s, &at, 32, R))
-        STRIP_UNROLL for (int r = 0; r < R; r++) {
-            const char *code = at.code[r];
-            __m256i scale[2], pair, w[2];
-            if (s.span == 256)
-                strip_subs(s, scale, &pair, at.scale[r] + col / 256 * strip_scale_stride(s), col / 32 % 8);
-            else scale[0] = scale[1] = _mm256_set1_epi16(1);
-            STRIP_UNROLL for (int v = 0; v < 8; v++) {
-                if (s.bits == 8) w[v & 1] = strip_bytes(s, code + 32 * v);
-                else if (!(v & 1)) strip_nibbles(s, w, code + 16 * v, table);
-                char *to = out + (R * v + r) * bytes;
-                if (s.reach) {
-                    _mm256_store_si256((void *)to, w[v & 1]);
-                    continue;
-                }
-                __m256i size = _mm256_abs_epi8(w[v & 1]), mask = _mm256_cmpgt_epi8(_mm256_setzero_si256(), w[v & 1]);
-                _mm256_store_si256((void *)to, size);
-                _mm256_store_si256((void *)(to + 32), mask);
-                __m256i lost = _mm256_madd_epi16(_mm256_maddubs_epi16(size, mask), scale[v / 4]);
-                start[r] = _mm256_sub_epi32(start[r], lost);
-            }
-            if (!s.reach && (s.span != 256 || col % 256 == 224)) {
-                _mm256_store_si256((void *)starts, start[r]);
-                start[r] = _mm256_setzero_si256();
-                starts += STRIP_START_BYTES;
-            }
-        }
 }
 
 /* |x| of up to STRIP_SIZE_TOKENS tokens, once per call: then a weight takes the sign of x instead of x that of the

@@ -10,7 +10,7 @@
 #include "tier.h"
 typedef __m512 strip_floats;
 typedef __m512i strip_ints;
-enum { STRIPS = 2, TILE_SETS = 2, TILE_TOKENS = 4, STRIP_UNPACKED_BYTES = 512, STRIP_START_BYTES = 0 };
+enum { STRIPS = 2, TILE_SETS = 2, TILE_TOKENS = 4, STRIP_UNPACKED_BYTES = 512 };
 #include "strip8_x86.h"
 
 MOE_INLINE __m512i strip_four(const char *p) { return _mm512_set1_epi32(strip_load4(p)); }
@@ -73,10 +73,8 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m512i *sum, struct strip_at at,
 }
 
 /* The tile's scratch: u, 64 bytes per four columns. */
-MOE_INLINE int strip_unpacks(struct strip_spec s) { return s.bits == 4 || s.bits == 8; }
-MOE_INLINE void strip_unpack(struct strip_spec s, char *out, char *starts, struct strip_at at, int cols, int R,
+MOE_INLINE void strip_unpack(struct strip_spec s, char *out, struct strip_at at, int cols, int R,
                              __m512i table) {
-    (void)starts;
     for (int col = 0; col < cols; col += 32, out += R * STRIP_UNPACKED_BYTES, strip_next_code(s, &at, 32, R))
         STRIP_UNROLL for (int r = 0; r < R; r++) {
             const char *a = at.code[2 * r], *b = at.code[2 * r + 1];
@@ -227,4 +225,42 @@ MOE_INLINE void strip_size_of(struct strip_x *x, char *out, int cols, int T) {
 }
 
 #include "strip8_run.h"
+
+/* Many tokens: a panel of columns is unpacked once into scratch that stays in L1, then the tokens go over it, a few at
+ * a time; every broadcast of activations meets TILE_SETS registers of rows. The sums wait in memory between panels;
+ * blocks keep their order, so the bits are those of strip_matmul. */
+enum { STRIP_PANEL = 512 };
+struct strip_scratch {
+    _Alignas(64) char codes[STRIP_PANEL / 32 * TILE_SETS * STRIP_UNPACKED_BYTES];
+    strip_floats acc[MOE_TILE_TOKENS * TILE_SETS];
+};
+MOE_INLINE void strip_tile(struct strip_spec s, float *const *y, const void *w, int rows, int cols, int first, int last,
+                           const void *const *x, int num_tokens) {
+    enum { R = TILE_SETS, T = TILE_TOKENS };
+    struct strip_scratch m;
+    struct strip_spec ready = s;
+    ready.unpacked = 1;
+    const strip_ints table = strip_table(s);
+    if (rows > 8 * last) rows = 8 * last;
+    for (int row = 8 * first; row < rows; row += 8 * STRIPS * R) {
+        const char *strip = (const char *)w + (size_t)(row / 8) * strip_size(s, cols);
+        struct strip_at p = strip_at(s, strip, rows - row, cols, R);
+        for (int t = 0; t < num_tokens * R; t++) m.acc[t] = strip_zero();
+        for (int col = 0; col < cols; col += STRIP_PANEL) {
+            const int end = cols - col < STRIP_PANEL ? cols : col + STRIP_PANEL;
+            strip_unpack(s, m.codes, p, end - col, R, table);
+            struct strip_at u = p;
+            u.code[0] = m.codes;
+            for (int t = 0; t < num_tokens; t += T)
+                strip_columns(ready, m.acc + R * t, u, strip_x(s, x + t, cols, T), (size_t)col, (size_t)end, T, R,
+                              table);
+            strip_next_code(s, &p, end - col, R);
+            if (s.span) strip_next_scale(s, &p, (end - col) / (s.span ? s.span : 1), R);
+        }
+        for (int t = 0; t < num_tokens * R; t++) {
+            const int at = row + t % R * 8 * STRIPS;
+            if (at < rows) strip_store(y[t / R] + at, m.acc[t], rows - at);
+        }
+    }
+}
 #endif

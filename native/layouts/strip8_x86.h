@@ -1,6 +1,6 @@
 /* What the AVX2 and the AVX-512 kernel of eight-row strips share: where they read, which activations, the row of
  * blocks. The including header has defined STRIPS (strips beside each other in a register), TILE_SETS (such registers
- * of rows at once in the tile, else one: R in the functions), TILE_TOKENS, strip_floats and strip_ints (one number per
+ * of rows at once in the tile, else one: R in the functions), strip_floats and strip_ints (one number per
  * row). strip8_run.h has what comes on top. */
 #ifndef MOE_STRIP8_X86_H
 #define MOE_STRIP8_X86_H
@@ -25,10 +25,10 @@ MOE_INLINE struct strip_x strip_x(struct strip_spec s, const void *const *x, int
 }
 
 /* Scales and codes of R * STRIPS strips from some column on. In the tile the codes are unpacked (strip_spec.unpacked),
- * those of all strips in code[0], with start values of the sums per block. */
+ * those of all strips in code[0]. */
 enum { MAX_STRIPS = STRIPS * TILE_SETS };
 struct strip_at {
-    const char *scale[MAX_STRIPS], *code[MAX_STRIPS], *start;
+    const char *scale[MAX_STRIPS], *code[MAX_STRIPS];
 };
 MOE_INLINE struct strip_at strip_at(struct strip_spec s, const char *strip, int rows, int cols, int R) {
     struct strip_at p;
@@ -36,7 +36,6 @@ MOE_INLINE struct strip_at strip_at(struct strip_spec s, const char *strip, int 
         p.scale[i] = strip + (8 * i < rows ? (size_t)i * strip_size(s, cols) : 0);
         p.code[i] = p.scale[i] + strip_code_offset(s, cols);
     }
-    p.start = 0;
     return p;
 }
 MOE_INLINE void strip_next_code(struct strip_spec s, struct strip_at *p, int columns, int R) {
