@@ -61,7 +61,7 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m256i *is, struct strip_at at, 
         const int widen = held + 1 == limit || v + 1 == 4 * last || (strip_halves(s) && v == 3);
         STRIP_UNROLL for (int r = 0; r < R; r++) {
             const int byte = s.bits == 8 ? 32 * v : 16 * v;
-            if (byte % 64 == 0) _mm_prefetch(code + byte + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
+            if (byte % 64 == 0) strip_prefetch(code + byte);
             if (s.bits == 8) pair[v & 1] = strip_bytes(s, code + byte);
             else if (!(v & 1)) strip_nibbles(s, pair, code + byte, table);
             sign[r] = pair[v & 1];

@@ -58,8 +58,8 @@ MOE_INLINE void strip_dot(struct strip_spec s, __m512i *sum, struct strip_at at,
             u[r] = _mm512_load_si512((const void *)(a + 64 * (R * v + r)));
         if (!s.unpacked) {
             if (byte % 64 == 0) {
-                _mm_prefetch(a + byte + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
-                _mm_prefetch(b + byte + STRIP_PREFETCH_BYTES, _MM_HINT_T0);
+                strip_prefetch(a + byte);
+                strip_prefetch(b + byte);
             }
             if (s.bits == 8) pair[v & 1] = strip_bytes(s, a + byte, b + byte);
             else if (!(v & 1)) strip_nibbles(s, pair, a + byte, b + byte, table);

@@ -5,7 +5,12 @@
 #ifndef MOE_STRIP8_X86_H
 #define MOE_STRIP8_X86_H
 #include "strip8.h"
-enum { STRIP_PREFETCH_BYTES = 4096 };
+/* Code this far ahead, which runs into the next strip's scales by itself: first to L2, then to L1. */
+enum { STRIP_AHEAD_L1 = 2048, STRIP_AHEAD_L2 = 8192 };
+MOE_INLINE void strip_prefetch(const char *code) {
+    _mm_prefetch(code + STRIP_AHEAD_L1, _MM_HINT_T0);
+    _mm_prefetch(code + STRIP_AHEAD_L2, _MM_HINT_T1);
+}
 #define STRIP_UNROLL _Pragma("GCC unroll 16")
 /* Fixes where a sum is updated. Without it gcc reassociates the adds, holds many products and spills them. */
 #define STRIP_PIN(v) __asm__ volatile("" : "+x"(v))
