@@ -1,8 +1,9 @@
-/* Expert streamer under the thread sanitizer: experts stamped with their number in a file, read through a streamer whose
- * reads sleep, fall short and fail, for 1000 steps that use, evict, guess, promote and drop; one step in eight is given up
- * in the middle and the streamer reset, as after Ctrl-C. Every word of every expert is checked before its slot is released,
- * and of all that is resident after a reset; at the end every slot must be free or resident.
- *   ENGINE=1 MAIN=tests/native/stream_stress.c tests/native/build.sh OUT -g -O1 -fsanitize=thread -Wno-maybe-uninitialized
+/* Expert streamer under the thread sanitizer: experts stamped with their number in a file, read through a streamer
+ * whose reads sleep, fall short and fail, for 1000 steps that use, evict, guess, promote and drop; one step in eight is
+ * given up in the middle and the streamer reset, as after Ctrl-C. Every word of every expert is checked before its slot
+ * is released, and of all that is resident after a reset; at the end every slot must be free or resident.
+ *   ENGINE=1 MAIN=tests/native/stream_stress.c tests/native/build.sh OUT -g -O1 -fsanitize=thread
+ *   -Wno-maybe-uninitialized
  *   OUT [steps] */
 #define _GNU_SOURCE
 #include "moe.h"
@@ -42,8 +43,12 @@ static int make_file(const char *path, int recode, const struct moe_layout *layo
             e->pieces[piece] = (struct moe_stream_piece){0, start + (long)key * PIECE_BYTES, PIECE_BYTES, piece * ROOM};
             if (!recode) continue;
             e->num_recodes = 3;
-            e->recodes[piece] = (struct moe_stream_recode){.layout = layout, .rows = PIECE_ROWS, .cols = COLS, .piece = piece,
-                                                          .to = piece * PIECE_BYTES, .nbytes = PIECE_BYTES};
+            e->recodes[piece] = (struct moe_stream_recode){.layout = layout,
+                                                           .rows = PIECE_ROWS,
+                                                           .cols = COLS,
+                                                           .piece = piece,
+                                                           .to = piece * PIECE_BYTES,
+                                                           .nbytes = PIECE_BYTES};
         }
     }
     return fclose(f);
@@ -151,7 +156,8 @@ static int give_up(int recode) {
     struct moe_stream_event event;
     moe_streamer_stats(s, &stats);
     if (stats.used_slots || stats.unfinished) bad = fail("in use after a reset", (int)stats.used_slots);
-    if (moe_streamer_next(s, &event, 1, 0) || moe_streamer_poll_speculative(s, &event, 1)) bad = fail("news after a reset", 0);
+    if (moe_streamer_next(s, &event, 1, 0) || moe_streamer_poll_speculative(s, &event, 1))
+        bad = fail("news after a reset", 0);
     return bad;
 }
 
@@ -163,7 +169,8 @@ static int step(int recode) {
         int32_t slot = slot_of[wanted[i]];
         if (slot < 0) continue;
         if (moe_streamer_use(s, &slot, 1, 1)) bad = fail("use", wanted[i]);
-        if (moe_streamer_request(s, (int64_t[]){0}, &slot, 1, 0) != MOE_IN_USE) bad = fail("slot in use taken", wanted[i]);
+        if (moe_streamer_request(s, (int64_t[]){0}, &slot, 1, 0) != MOE_IN_USE)
+            bad = fail("slot in use taken", wanted[i]);
         held[num_held++] = wanted[i];
     }
     for (int i = 0; i < PER_STEP; i++) {
@@ -209,9 +216,11 @@ static int settled(void) {
     int resident = 0;
     for (int key = 0; key < NUM_EXPERTS; key++) resident += slot_of[key] >= 0;
     if (stats.used_slots || stats.unfinished || stats.free_slots + resident != NUM_SLOTS)
-        return printf("%d free, %d resident, %d in use, %d unfinished\n", (int)stats.free_slots, resident, (int)stats.used_slots,
-                      (int)stats.unfinished), 1;
-    printf("%d reads, %d retries, %d failures; %ld guesses, %ld promoted, %ld dropped; %ld resets, %ld times not at once\n",
+        return printf("%d free, %d resident, %d in use, %d unfinished\n", (int)stats.free_slots, resident,
+                      (int)stats.used_slots, (int)stats.unfinished),
+               1;
+    printf("%d reads, %d retries, %d failures; %ld guesses, %ld promoted, %ld dropped; %ld resets, %ld times not at "
+           "once\n",
            (int)stats.reads, (int)stats.retries, (int)stats.failures, guesses, promoted, dropped, resets, resets_late);
     return 0;
 }
