@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from engine import __version__
@@ -11,12 +12,12 @@ from engine.chat_template import directory_templates
 from engine.errors import ConfigError
 from engine.formats import FORMATS
 from engine.kernels import Context
-from engine.weights.architectures import expected_tensors, model_config, output_axis, readable_quantization
+from engine.weights.architectures import expected_tensors, model_config, mtp_tensors, output_axis, readable_quantization
 from engine.weights.base import ProgressCallback, ProgressMeter
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.errors import ConversionIOError, UnknownArchitectureError
 from engine.weights.header import Header
-from engine.weights.match import match_tensors
+from engine.weights.match import is_listed, match_tensors
 from engine.weights.quantization import method_of, refuse_quantized
 from engine.weights.writer import EXPERT_FILE_BYTES, SnapshotWriter, plan_files
 
@@ -127,6 +128,7 @@ class _Job:
             del self.config["quantization_config"]  # what is written is not quantized that way
         checked = model_config(self.architecture, self.config)
         expected = expected_tensors(self.architecture, self.config, len(checkpoint.tensors))
+        expected |= mtp_tensors(self.architecture, self.config, partial(is_listed, checkpoint))
         self.sources = match_tensors(checkpoint, expected, checked)
         self.quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
         self.roles = _role_summary(formats, expected)

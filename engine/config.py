@@ -9,7 +9,7 @@ from .errors import ConfigError
 
 ISA_VARIABLE = "MILLSTREAM_ISA"
 MAX_THREADS = 1024
-DRAFT_SOURCES = ("lookup", "model")  # in the order in which they are asked
+DRAFT_SOURCES = ("lookup", "mtp", "model")  # in the order in which they are asked
 MAX_WINDOW_ROWS = 8  # rows of a verify window: as many as one kernel call takes
 MAX_READERS = 64
 EXPERT_LAYOUTS = ("auto", "fast", "compact")
@@ -34,6 +34,7 @@ class RuntimeConfig:
     call, "auto".
     draft_model: directory or file of a small model that drafts tokens for speculation.
     cut_drafts: whether a window loses drafts whose experts would have to be read, where that is worth more.
+    mtp: load the model's own layer for multi-token prediction, which drafts for speculation.
     ram: GiB that this process may take; None = what it can have without swapping or being killed.
     expert_slots: experts in memory; None = as many as ram allows, or all of them without streaming.
     io: how experts are read: "auto", "direct", "buffered" or "mmap". readers: threads that read; None = default.
@@ -52,6 +53,7 @@ class RuntimeConfig:
     arith: str = "canonical"
     draft_model: str | None = None
     cut_drafts: bool = True
+    mtp: bool = False
     ram: float | None = None
     expert_slots: int | None = None
     io: str = "auto"

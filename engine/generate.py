@@ -142,7 +142,7 @@ class Generation:
             logits = prefill(self.engine.model, session.kv, sequence[reused:position], reused)
             session.length = session.kv.length
             picks = [sampler.pick(logits[0], sequence[:position], position)]
-        self.speculator.start(self.engine.model.layers.experts_used)
+        self.speculator.start(self.engine.model.layers.experts_used, session.kv)
         stats.prefill_s = time.perf_counter() - clock
         while True:
             for token in picks:

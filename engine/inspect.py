@@ -62,12 +62,12 @@ def _share(config) -> float:
 def bytes_per_token(roles: dict[str, Group], config, tied_head: bool) -> dict:
     """Bytes of weights that one decode step reads from memory, and what of it are experts.
 
-    All dense tensors count whole, the embedding one row, the experts num_experts_per_tok of num_experts. A tied head
+    All dense tensors count whole (the layer for multi-token prediction not at all: only drafts use it), the embedding one row, the experts num_experts_per_tok of num_experts. A tied head
     reads the whole embedding.
     """
     experts = sum(roles[role].memory_bytes for role in EXPERT_ROLES if role in roles)
     embed = roles["embed"].memory_bytes if "embed" in roles else 0
-    dense = sum(group.memory_bytes for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed"))
+    dense = sum(group.memory_bytes for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed", "mtp"))
     dense += embed if tied_head else embed // config.vocab_size
     active = round(experts * _share(config))
     return {"dense": dense, "active_experts": active, "total": dense + active}
@@ -76,7 +76,7 @@ def bytes_per_token(roles: dict[str, Group], config, tied_head: bool) -> dict:
 def active_parameters(roles: dict[str, Group], config, tied_head: bool) -> int:
     """Parameters that take part in one decode step, embedding lookup not counted."""
     experts = sum(roles[role].parameters for role in EXPERT_ROLES if role in roles)
-    dense = sum(group.parameters for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed"))
+    dense = sum(group.parameters for role, group in roles.items() if role not in (*EXPERT_ROLES, "embed", "mtp"))
     return dense + round(experts * _share(config)) + (roles["embed"].parameters if tied_head else 0)
 
 
@@ -113,10 +113,11 @@ def gguf_facts(files) -> dict:
 
 
 def roles_of(files, context) -> dict[str, Group]:
-    """Every role's tensors counted together."""
+    """Every role's tensors counted together; "mtp": all of the layer for multi-token prediction."""
     roles: dict[str, Group] = {}
     for record in files.tensors.values():
-        roles.setdefault(record.role, Group()).add(record, _memory_bytes(record, context))
+        role = "mtp" if record.name in files.mtp_names else record.role
+        roles.setdefault(role, Group()).add(record, _memory_bytes(record, context))
     return roles
 
 

@@ -56,11 +56,12 @@ class KVCache:
     """KV cache of layers of the given shapes in float16 or float32; `layers[n]` is the struct moe_kv of layer n.
 
     `capacity` positions can be stored, at most max_tokens in one forward call; memory is committed by the system as
-    positions are first written. num_bytes: all of it.
+    positions are first written. num_bytes: all of it. follower: None, or who is told of every forward pass (spec.mtp).
     """
 
     def __init__(self, shapes: Sequence[KVShape], capacity: int, kind: str = "f16", max_tokens: int = 512):
         self.capacity, self.length, self.kind, self.max_tokens = capacity, 0, kind, max_tokens
+        self.follower = None
         self.shapes, self._item_bytes = tuple(shapes), 4 if kind == "f32" else 2
         self._oldest = [0] * len(self.shapes)  # per layer: positions below were overwritten
         self._structs = ffi.new("struct moe_kv[]", len(self.shapes))
@@ -105,6 +106,8 @@ class KVCache:
     def restore(self, length: int) -> None:
         """Say that `regions(length)` were filled from elsewhere."""
         self.length = length
+        if self.follower is not None:
+            self.follower.clear()
         self._oldest = [length - shape.num_kept(length) for shape in self.shapes]
 
     def describe(self) -> dict:

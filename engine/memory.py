@@ -66,10 +66,11 @@ def dense_bytes(files, context) -> int:
     return total
 
 
-def kv_estimate(config, positions: int, max_tokens: int, kind: str) -> int:
+def kv_estimate(config, positions: int, max_tokens: int, kind: str, mtp: bool = False) -> int:
     """KV bytes of that many positions, at most max_tokens in a call, before there is a model to ask. config: the
-    family's checked one."""
-    return sum(shape.num_bytes(positions, kind, max_tokens) for shape in config.kv_shapes)
+    family's checked one. mtp: with the layer for multi-token prediction, which is like the last one."""
+    shapes = config.kv_shapes + config.kv_shapes[-1:] * mtp
+    return sum(shape.num_bytes(positions, kind, max_tokens) for shape in shapes)
 
 
 def scratch_estimate(files, max_tokens: int, num_threads: int) -> int:

@@ -179,10 +179,14 @@ def describe_bytes(files, context) -> dict:
 
 def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s: float | None, measure) -> dict:
     """Everything `millstream plan` prints. measure: engine.machine_speed, or something with its functions."""
-    choice, counted = plan_memory(files, context, options), describe_bytes(files, context)
+    counted = describe_bytes(files, context)
+    files = files.without_mtp()
+    choice = plan_memory(files, context, options)
     if prompt + 1 > choice.positions:
         raise ConfigError(f"--prompt {prompt}: the context holds {choice.positions} positions; raise --ctx")
     assumptions = [f"decoding is measured behind {prompt} positions; further ones cost attention time on top"]
+    if files.mtp_names:
+        assumptions.append("the layer for multi-token prediction (mtp) is not loaded; --draft mtp adds its bytes")
     if files.kind == "plan":
         assumptions.append("the model is not here: matrices as storage rows of one format, routers and norms float32")
     config, layers = files.model_config, memory.count_moe_layers(files)

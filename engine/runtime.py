@@ -16,11 +16,13 @@ from .kernels import Context
 from .kv_cache import KVCache
 from .memory import kv_estimate
 from .models import family
+from .models._mtp import MtpLayer
 from .sampler import SamplingParams
 from .session import Session
 from .spec import LookupSource, make_speculator
 from .spec.cut import DraftCut
 from .spec.draft_model import ModelSource, check_same_tokens
+from .spec.mtp import MtpSource, MtpState
 from .tokenizer import Tokenizer
 from .weights import open_model
 from .weights.architectures import expert_ids
@@ -39,30 +41,47 @@ class Engine:
         started = time.perf_counter()
         self.options = options
         self.lock = threading.Lock()  # one forward pass at a time: the activations are shared
-        self.files = path if isinstance(path, ModelFiles) else open_model(path)
+        files = path if isinstance(path, ModelFiles) else open_model(path)
+        self.files = self._with_or_without_mtp(files, options.mtp)
         model_module = family(self.files.architecture)
         self.max_context = self._context_length(options.ctx)
         self.tokenizer = Tokenizer.of_model(self.files, options.force_tokenizer)  # refuses before weights are read
         self.context = Context(options.isa, options.threads, options.arith)
         max_tokens = min(PREFILL_TOKENS, self.max_context)
         sizes = (self.max_context, max_tokens)
-        self.kv_bytes = kv_estimate(self.files.model_config, *sizes, options.kv)  # of a cache of the whole context
+        self.kv_bytes = kv_estimate(self.files.model_config, *sizes, options.kv, options.mtp)  # of the whole context
         self.expert_layout, self.stream = plan_experts(self.files, self.context, options, *sizes)
         if self.stream:
             loader = self.loader = StreamLoader(self.files, self.context, self.stream)
         else:
             loader = self.loader = WeightLoader(self.files, self.context, compact_experts=self.expert_layout.compact)
         self.model = model_module.Model(self.files.config, loader, self.context, self.max_context, max_tokens)
+        if options.mtp:
+            self.model.mtp = MtpLayer(self.model, loader)
         self.tokenizer.check_vocabulary(self.model.config.vocab_size)
         self.draft = self._load_draft(options)
         if self.stream:
             caches = [self.new_kv()] + (
                 [self.draft.new_kv(min(self.max_context, self.draft.max_context))] if self.draft else []
             )
-            self.stream.open(self.model, sum(kv.num_bytes for kv in caches), progress)
+            followers = [kv.follower for kv in caches if kv.follower]
+            self.stream.open(self.model, sum(kept.num_bytes for kept in caches + followers), progress)
         else:
             self.read_bytes, self.locked_bytes = load_fitting(self, progress)
         self.load_s = time.perf_counter() - started
+
+    @staticmethod
+    def _with_or_without_mtp(files: ModelFiles, wanted: bool) -> ModelFiles:
+        if not wanted:
+            return files.without_mtp()
+        if not files.mtp_names:
+            named = getattr(files.model_config, "num_extra_layers", 0)
+            what = "its files do not hold a whole one, which the config names" if named else "it has none"
+            raise ConfigError(
+                f"--draft mtp: {files.path} ({files.architecture}) cannot draft with a layer for multi-token prediction: "
+                f"{what}; choose another draft source"
+            )
+        return files
 
     def _load_draft(self, options: RuntimeConfig) -> "Engine | None":
         if options.draft_model is None:
@@ -85,7 +104,11 @@ class Engine:
 
     def new_kv(self, capacity: int | None = None) -> KVCache:
         """KV cache for `capacity` positions (default: the whole context)."""
-        return self.model.new_kv(capacity or self.max_context, self.options.kv)
+        capacity = capacity or self.max_context
+        kv = self.model.new_kv(capacity, self.options.kv)
+        if self.model.mtp is not None:
+            kv.follower = MtpState(self.model.mtp, capacity, self.options.kv)
+        return kv
 
     def default_sampling(self) -> SamplingParams:
         """Sampler settings of the model's generation_config.json."""
@@ -108,7 +131,7 @@ class Engine:
 
         session: what an earlier call with the same Session left in its cache is not computed again.
         spec: rows of a verify window, 0 to 8 (0 and 1: plain decode), or "auto"; draft: names of draft sources, the
-        first that offers something is used ("model" needs draft_model; None: all there are). Neither changes the text.
+        first that offers something is used ("model" needs draft_model, "mtp" mtp; None: all there are). Neither changes the text.
         sampling: None = the model's defaults; settings (temperature=0, seed=1, top_p=0.9 ...: the fields of
         SamplingParams) replace single ones. Raises ConfigError for a prompt that does not fit the context, or a setting
         that does not exist.
@@ -138,18 +161,26 @@ class Engine:
 
     def _draft_sources(self, names: Sequence[str] | None, sampling: SamplingParams) -> list:
         if names is None:
-            names = DRAFT_SOURCES if self.draft else ("lookup",)
+            there = {"lookup": True, "mtp": self.options.mtp, "model": self.draft is not None}
+            names = [name for name in DRAFT_SOURCES if there[name]]
         check_draft_sources(names)
         if "model" in names and self.draft is None:
             raise ConfigError("--draft model: the engine was loaded without a draft model")
+        if "mtp" in names and self.model.mtp is None:
+            raise ConfigError("--draft mtp: the engine was loaded without the layer; load it with mtp=True")
         sizes = (self.model.config.vocab_size, self.max_context)
-        return [LookupSource() if name == "lookup" else ModelSource(self.draft, sampling, *sizes) for name in names]
+        make = {
+            "lookup": LookupSource,
+            "mtp": lambda: MtpSource(self.context, sampling),
+            "model": lambda: ModelSource(self.draft, sampling, *sizes),
+        }
+        return [make[name]() for name in names]
 
 
 def load(path: str | Path | ModelFiles | None = None, progress: Progress | None = None, **options) -> Engine:
     """Open a model directory or file (or take opened files); without a path, the small model that ships.
 
-    options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, arith, draft_model
+    options: the fields of RuntimeConfig (threads, isa, ctx, kv, expert_layout, arith, draft_model, mtp
     ...). Raises an EngineError subclass that says what to do.
     """
     return Engine(SHIPPED_MODEL if path is None else path, RuntimeConfig(**options), progress)

@@ -15,9 +15,10 @@ ARCHITECTURES = {"gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3"
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight")
 
 
-def write_gguf(path, name: str, *, fused_kv_b: bool = False, fused_experts: bool = False, edit=None) -> None:
+def write_gguf(path, name: str, *, fused_kv_b: bool = False, fused_experts: bool = False, edit=None, more=None) -> None:
     """Write the model of a golden file. fused_kv_b: as older converters; fused_experts: gate and up in one tensor, as
-    newer ones may; edit(writer): adds or replaces keys."""
+    newer ones may; edit(writer): adds or replaces keys. more: tensors of the checkpoint besides, and
+    tensors by their names in the file."""
     file = models.golden(name)
     config = file["config"]
     kind = config["model_type"]
@@ -28,7 +29,10 @@ def write_gguf(path, name: str, *, fused_kv_b: bool = False, fused_experts: bool
     {"gpt_oss": _gpt_oss_keys, "glm4_moe": _glm_keys}.get(kind, _deepseek_keys)(writer, config, fused_kv_b)
     if edit:
         edit(writer)
+    more = more or {}
+    weights |= {name: array for name, array in more.items() if name.startswith("model.")}
     tensors = _renamed(kind, config, weights, fused_kv_b)
+    tensors |= {name: array for name, array in more.items() if name.startswith("blk.")}
     if fused_experts:
         for n in range(config["num_hidden_layers"]):
             for end in ("weight", "bias"):
@@ -141,8 +145,8 @@ def _renamed(kind: str, config: dict, weights: dict, fused_kv_b: bool) -> dict[s
             known = f"{name}.weight" if name.endswith("sinks") else name
             found[names.get_name(known, (".weight", ".bias"))] = array
     if kind == "glm4_moe":
-        found[f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32)
-        found[f"blk.{config['num_hidden_layers']}.attn_norm.weight"] = np.ones(64, np.float32)
+        found.setdefault(f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
+        found.setdefault(f"blk.{config['num_hidden_layers']}.attn_norm.weight", np.ones(64, np.float32))
     return found | {name: np.stack([by_id[e] for e in sorted(by_id)]) for name, by_id in stacks.items()}
 
 

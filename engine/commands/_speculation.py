@@ -20,7 +20,7 @@ def spec_options(command):
         "--draft-model", metavar="DIR", help="A small model with the same tokens that drafts (turns on --draft model)."
     )(command)
     command = click.option(
-        "--draft", metavar="NAMES", help="Draft sources, comma-separated, first come first: lookup, model."
+        "--draft", metavar="NAMES", help="Draft sources, comma-separated, first come first: lookup, mtp, model."
     )(command)
     return click.option(
         "--spec",

@@ -185,6 +185,7 @@ def chat(max_tokens, chat_template, system, prompt_cache, truncate, stop, spec, 
 
     runtime = {"model": options.pop("model")} | _options.take_runtime(options)
     choices = _speculation.spec_choices(spec, draft, runtime["draft_model"], runtime["cut_drafts"])
+    runtime["mtp"] = "mtp" in choices["draft"]
     _sampling.check_flags(options)
     loaded = engine.load(runtime.pop("model"), **runtime)
     note(_options.describe(loaded))

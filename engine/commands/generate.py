@@ -192,6 +192,7 @@ def generate(
     try:
         spec = _tuned.apply(click_context, runtime, spec)
         choices = _speculation.spec_choices(spec, draft, runtime["draft_model"], runtime["cut_drafts"])
+        runtime["mtp"] = "mtp" in choices["draft"]
         limits = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos}
         run(runtime, options, context, route_trace, **limits, **choices)
     except KeyboardInterrupt:

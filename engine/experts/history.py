@@ -30,7 +30,8 @@ def model_fingerprint(files) -> str:
     if isinstance(source, dict) and source.get("sha256"):
         return str(source["sha256"])
     digest = hashlib.sha256()
-    for name, record in sorted(files.tensors.items()):
+    layer = files.mtp_names  # loaded or not, the model is the same
+    for name, record in sorted((name, record) for name, record in files.tensors.items() if name not in layer):
         digest.update(f"{name}\0{record.format}\0{record.shape}\0{record.offset}\0{record.nbytes}\0".encode())
     return digest.hexdigest()
 

@@ -42,7 +42,8 @@ class TraceHeader:
 
 
 def moe_blocks(model) -> list[MoeBlock]:
-    """The MoE blocks of a model, first layer first, wherever a family keeps them inside its layers."""
+    """The MoE blocks of a model, first layer first, wherever a family keeps them inside its layers; not that of the
+    layer which drafts."""
     found, stack, seen = [], [model], set()
     while stack:
         value = stack.pop()
@@ -52,7 +53,7 @@ def moe_blocks(model) -> list[MoeBlock]:
             stack += reversed(value)
         elif type(value).__module__.startswith("engine.models.") and id(value) not in seen:
             seen.add(id(value))
-            stack += reversed(vars(value).values())
+            stack += reversed([part for name, part in vars(value).items() if name != "mtp"])
     return found
 
 

@@ -159,7 +159,7 @@ def plan_experts(
     budget = memory.make_budget(options.ram)
     config = model_config(files.architecture, files.config)
     dense = memory.dense_bytes(files, context)
-    kv = memory.kv_estimate(config, positions, max_tokens, options.kv)
+    kv = memory.kv_estimate(config, positions, max_tokens, options.kv, options.mtp)
     others = dense + kv + memory.resident_bytes() + memory.GROWTH_BYTES + memory.PAGE_CACHE_FLOOR_BYTES
     left = budget.total_bytes - others
     made = getattr(files, "made", None)

@@ -330,6 +330,7 @@ class Decoder:
     config_class: type[DecoderConfig]
     embedding_scale = 1.0  # factor of the embedding rows
     logits_scale = 1.0  # factor of the logits
+    mtp = None  # the layer for multi-token prediction, when it was asked for
 
     def __init__(self, config: dict, weights, context: Context, num_positions: int, max_tokens: int):
         c = self.config = self.config_class.from_dict(config)
@@ -380,6 +381,8 @@ class Decoder:
             num_tokens = self.mlp(block, num_tokens)
         if num_tokens < len(ids):
             kv.truncate(position + num_tokens)
+        if kv.follower is not None:
+            kv.follower.take(ids[:num_tokens], position)
         return self.head(num_tokens, logits)
 
     def embed(self, num_tokens: int) -> None:

@@ -28,14 +28,14 @@ class RoutedConfig:
     routed_scaling_factor: float
     n_group: int  # 1: no groups
     topk_group: int
-    num_extra_layers: int  # for multi-token prediction: stored behind the others, not computed
+    num_extra_layers: int  # for multi-token prediction, stored behind the others (_mtp.py)
 
     @property
     def dense_layers(self) -> frozenset[int]:
         return frozenset(range(min(self.first_k_dense_replace, self.num_hidden_layers)))
 
     def unused_in_checkpoint(self, name: str) -> bool:
-        """Tensors of the layers for multi-token prediction."""
+        """Tensors of layers for multi-token prediction that are not used."""
         parts = name.split(".")
         layer = int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isdigit() else -1
         return self.num_hidden_layers <= layer < self.num_hidden_layers + self.num_extra_layers

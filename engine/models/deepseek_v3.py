@@ -1,7 +1,7 @@
 """DeepSeek-V3 and what is built alike (R1, Kimi K2): latent attention, sigmoid routing limited to groups.
 
-Source: transformers `DeepseekV3ForCausalLM` (modeling_deepseek_v3.py). Reads with _decoder.py, _latent.py and
-_deepseek.py. A correction per expert takes part in the selection and not in the weights.
+Source: transformers `DeepseekV3ForCausalLM` (modeling_deepseek_v3.py). Reads with _decoder.py, _latent.py,
+_deepseek.py and _mtp.py. A correction per expert takes part in the selection and not in the weights.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..config import ConfigReader
 from . import _deepseek as deepseek
 from . import _latent as latent
+from . import _mtp as mtp
 
 HARMLESS = deepseek.HARMLESS
 
@@ -31,9 +32,9 @@ class Config(deepseek.RoutedConfig, latent.LatentConfig):
 
 
 OUTPUT_AXIS = 0  # weights are those of nn.Linear: [out, in]
-TENSORS = deepseek.TENSORS
+TENSORS = deepseek.TENSORS | mtp.TENSORS
 layers_of = deepseek.layers_of
-GGUF_ARCHITECTURE, GGUF_TENSORS = deepseek.GGUF_ARCHITECTURE, deepseek.GGUF_TENSORS
+GGUF_ARCHITECTURE, GGUF_TENSORS = deepseek.GGUF_ARCHITECTURE, deepseek.GGUF_TENSORS | mtp.GGUF_TENSORS
 
 
 def gguf_matches(keys) -> bool:
@@ -48,6 +49,11 @@ def config_from_gguf(keys) -> dict:
 def shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor template that this model has."""
     return latent.latent_shapes(c) | deepseek.mlp_shapes(c, correction=True)
+
+
+def mtp_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """As `shapes`, of the layer for multi-token prediction."""
+    return mtp.shapes(c, shapes(c))
 
 
 class Model(latent.LatentDecoder):

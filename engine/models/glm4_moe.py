@@ -1,7 +1,6 @@
 """GLM-4.5 (MoE): grouped-query attention with half of each head rotated, routing and experts as in DeepSeek-V3.
 
-Source: transformers `Glm4MoeForCausalLM` (modeling_glm4_moe.py). Reads with _decoder.py and _deepseek.py. Layers for
-multi-token prediction, stored behind the others, are not computed.
+Source: transformers `Glm4MoeForCausalLM` (modeling_glm4_moe.py). Reads with _decoder.py, _deepseek.py and _mtp.py.
 """
 
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from ..errors import ConfigError
 from . import _decoder as decoder
 from . import _deepseek as deepseek
 from . import _gguf as gguf
+from . import _mtp as mtp
 
 HARMLESS = decoder.HARMLESS
 
@@ -36,11 +36,11 @@ class Config(deepseek.RoutedConfig, decoder.DecoderConfig):
 
 
 OUTPUT_AXIS = 0  # weights are those of nn.Linear: [out, in]
-TENSORS = decoder.TENSORS | deepseek.MLP_TENSORS
+TENSORS = decoder.TENSORS | deepseek.MLP_TENSORS | mtp.TENSORS
 layers_of = deepseek.layers_of
 
 GGUF_ARCHITECTURE = "glm4moe"
-GGUF_TENSORS = gguf.GGUF_TENSORS | deepseek.MLP_GGUF_TENSORS | {
+GGUF_TENSORS = gguf.GGUF_TENSORS | deepseek.MLP_GGUF_TENSORS | mtp.GGUF_TENSORS | {
     "layers.{n}.post_attention_layernorm": ("blk.{n}.post_attention_norm.weight", "blk.{n}.ffn_norm.weight"),
 }  # fmt: skip
 
@@ -70,6 +70,11 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
         | (norms if c.use_qk_norm else {})
         | deepseek.mlp_shapes(c, correction=True)
     )
+
+
+def mtp_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """As `shapes`, of the layer for multi-token prediction."""
+    return mtp.shapes(c, shapes(c))
 
 
 class Model(decoder.Decoder):

@@ -32,7 +32,7 @@ class DraftCut:
     def of_stream(cls, stream) -> "DraftCut | None":
         """For an open ExpertStream; None when its cache holds every expert."""
         cache = stream.cache
-        return cls(cache, len(stream.layers)) if cache.num_slots < len(cache.places.keys) else None
+        return cls(cache, len(stream.layers) - stream.options.mtp) if cache.num_slots < len(cache.places.keys) else None
 
     def start(self) -> None:
         """The prefill is over: what it read says nothing about windows."""

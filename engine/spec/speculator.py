@@ -113,11 +113,14 @@ class Speculator:
         self.sources, self.policy, self.cut, self.stats = sources, policy, cut, SpecStats(policy, cut)
         self._experts_used = 0
 
-    def start(self, experts_used: int) -> None:
-        """The prefill is over; the model's running count of distinct experts stands here."""
+    def start(self, experts_used: int, kv=None) -> None:
+        """The prefill is over; the model's running count of distinct experts stands here. kv: the text's cache."""
         self._experts_used = experts_used
         if self.cut:
             self.cut.start()
+        for source in self.sources:
+            if hasattr(source, "follow"):
+                source.follow(kv)
 
     def window(self, text: np.ndarray, room: int) -> Window:
         """text: int32 [n], all tokens so far; room: tokens that may still be emitted, >= 1."""
@@ -174,7 +177,7 @@ class _Plain:
 
     stats = None
 
-    def start(self, experts_used: int) -> None:
+    def start(self, experts_used: int, kv=None) -> None:
         """Nothing to count."""
 
     def window(self, text: np.ndarray, room: int) -> Window:

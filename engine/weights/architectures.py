@@ -5,7 +5,7 @@ here. Knows nothing of files or of formats.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -50,7 +50,7 @@ def role_of(name: str) -> str:
     """Role of a tensor name or template in our spelling.
 
     "gate_up" and "down" are routed experts, "shared" the experts that every token takes, "mlp" the feed-forward of a
-    layer without experts; "norm" and "bias" are float32 vectors. Raises: KeyError for a name without a role.
+    layer without experts and the projection in front of a layer for multi-token prediction; "norm" and "bias" are float32 vectors. Raises: KeyError for a name without a role.
     """
     last = name.rsplit(".", 1)[-1]
     if last.endswith("norm"):
@@ -65,7 +65,8 @@ def role_of(name: str) -> str:
         return "shared"
     if ".experts." in name:
         return {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}[last]
-    return {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}[last]
+    return {"embed_tokens": "embed", "lm_head": "head", "eh_proj": "mlp",
+            "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}[last]  # fmt: skip
 
 
 def _layers(module, checked, template: str) -> Iterable[int | None]:
@@ -130,12 +131,33 @@ def expected_tensors(
     source_names = module.TENSORS if source_names is None else source_names
     templates = module.shapes(checked)
     _refuse_too_many(module, templates, checked, num_listed)
+    return _expanded(templates, checked, source_names, lambda template: _layers(module, checked, template))
+
+
+def mtp_tensors(
+    architecture: str, config: dict, is_listed: Callable[[object], bool], source_names: Mapping[str, object] | None = None
+) -> dict[str, Expected]:
+    """Every tensor of the model's layer for multi-token prediction, named and ordered as expected_tensors does.
+
+    is_listed: whether the source has what a checkpoint_name says. {} where family or config have no such layer, or the
+    source lacks a part of it: many copies of checkpoints were made without it.
+    """
+    checked, module = model_config(architecture, config), family(architecture)
+    if not hasattr(module, "mtp_shapes") or not checked.num_extra_layers:
+        return {}
+    source_names, layer = module.TENSORS if source_names is None else source_names, (checked.num_hidden_layers,)
+    found = _expanded(module.mtp_shapes(checked), checked, source_names, lambda template: layer)
+    return found if all(is_listed(want.checkpoint_name) for want in found.values()) else {}
+
+
+def _expanded(templates: Mapping[str, tuple], checked, source_names: Mapping[str, object], layers) -> dict[str, Expected]:
+    """Templates with layers and experts filled in, in order. layers: template -> its layers."""
     found = []
     for template, shape in templates.items():
         role, source = role_of(template), source_names[template]
         part = EXPERT_PARTS.index(template.rsplit(".", 1)[-1]) if role in ("gate_up", "down") else 0
         experts = range(checked.num_experts) if "{e}" in template else (None,)
-        for n in _layers(module, checked, template):
+        for n in layers(template):
             # Before all layers: the embedding. After them: the final norm and the head.
             place = n if n is not None else -1 if role == "embed" else checked.num_hidden_layers
             for e in experts:

@@ -3,6 +3,7 @@
 Knows nothing of how a container stores its directory; snapshot.py and later readers fill this in.
 """
 
+import copy
 import mmap
 import os
 import time
@@ -114,6 +115,7 @@ class ModelFiles:
     config, generation_config: the dictionaries of the checkpoint.
     tokenizer_dir: directory with tokenizer.json, or None. tensors: name -> TensorRecord, in forward order.
     files: file name -> bytes of every data file. tied_head: the head is embed_tokens.
+    mtp_names: those of the tensors that belong to the layer for multi-token prediction; empty without a whole one.
     gguf_metadata: all keys of a GGUF file, or None.
     """
 
@@ -128,6 +130,7 @@ class ModelFiles:
         self.tensors: dict[str, TensorRecord] = {}
         self.files: dict[str, int] = {}
         self.tied_head = False
+        self.mtp_names: frozenset[str] = frozenset()
         self._maps: dict[str, np.ndarray] = {}
         self._mappings: dict[str, mmap.mmap] = {}
 
@@ -145,6 +148,14 @@ class ModelFiles:
             return self.tensors[name]
         except KeyError:
             raise MissingTensorError(f"{self.path}: the model has no tensor {name}") from None
+
+    def without_mtp(self) -> "ModelFiles":
+        """The same files as if the layer for multi-token prediction were not among `tensors`: it takes no memory then."""
+        if not self.mtp_names:
+            return self
+        other = copy.copy(self)
+        other.tensors = {name: record for name, record in self.tensors.items() if name not in self.mtp_names}
+        return other
 
     def _mapped(self, file: str) -> np.ndarray:
         if file not in self._maps:

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..formats import FORMATS
 from ..models import family, known
 from . import checks
-from .architectures import Expected, expected_tensors, model_config
+from .architectures import Expected, expected_tensors, model_config, mtp_tensors
 from .base import ModelFiles, ProgressCallback, TensorRecord
 from .errors import (
     DuplicateTensorError,
@@ -84,7 +84,9 @@ class GgufModel(ModelFiles):
         self._check_kind()
         module = self._read_config()
         expected = expected_tensors(self.architecture, self.config, len(self.gguf_tensors), module.GGUF_TENSORS)
-        self._match(expected, set(getattr(module, "GGUF_UNUSED", ())))
+        mtp = mtp_tensors(self.architecture, self.config, self._is_listed, module.GGUF_TENSORS)
+        self.mtp_names = frozenset(mtp)
+        self._match(expected | mtp, set(getattr(module, "GGUF_UNUSED", ())))
         self._check_kernels(context)
         self.tied_head = "lm_head" not in self.tensors
         with self.sparse_reads():
@@ -155,6 +157,12 @@ class GgufModel(ModelFiles):
         Config says so: layers for multi-token prediction."""
         in_config = getattr(self.model_config, "unused_in_gguf", lambda name: False)
         return name in unused or re.sub(r"^blk\.\d+\.", "blk.{n}.", name) in unused or in_config(name)
+
+    def _is_listed(self, sources) -> bool:
+        return any(
+            parse(source, None).name in self.gguf_tensors
+            for source in ((sources,) if isinstance(sources, str) else sources)
+        )
 
     def _find(self, sources, expert: int | None) -> Slice | None:
         for source in (sources,) if isinstance(sources, str) else sources:

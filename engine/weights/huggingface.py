@@ -1,5 +1,6 @@
 """A Hugging Face directory as a model, in place: its floats are used as they are, no snapshot is made first."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -7,11 +8,11 @@ import numpy as np
 from .. import kernels
 from ..formats import FORMATS
 from . import checks
-from .architectures import expected_tensors, model_config, readable_quantization
+from .architectures import expected_tensors, model_config, mtp_tensors, readable_quantization
 from .base import ModelFiles, ProgressCallback, TensorRecord
 from .checkpoint import Checkpoint
 from .errors import QuantizedSourceError, UnknownArchitectureError
-from .match import match_tensors
+from .match import is_listed, match_tensors
 from .quantization import method_of, refuse_quantized
 from .scales import refuse_nonfinite, sample, verify_scales
 from .views import ViewSource
@@ -56,6 +57,8 @@ class HuggingFaceModel(ModelFiles):
         self = cls(checkpoint, architecture)
         self.model_config = model_config(architecture, self.config)
         expected = expected_tensors(architecture, self.config, len(checkpoint.tensors))
+        mtp = mtp_tensors(architecture, self.config, partial(is_listed, checkpoint))
+        self.mtp_names, expected = frozenset(mtp), expected | mtp
         sources = match_tensors(checkpoint, expected, self.model_config)
         for name, want in expected.items():
             self.tensors[name] = self._record(name, want, sources[name])

@@ -51,6 +51,11 @@ def match_tensors(
     return {name: _opened(checkpoint, chosen[name], config, want) for name, want in expected.items()}
 
 
+def is_listed(checkpoint: Checkpoint, sources) -> bool:
+    """Whether the checkpoint has what an Expected.checkpoint_name says."""
+    return all(name in checkpoint.tensors for name in _names(_choose(sources, checkpoint.tensors)))
+
+
 def _names(source: str | View) -> tuple[str, ...]:
     return (source,) if isinstance(source, str) else source.sources
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from .. import kernels
 from ..errors import ConfigError
 from ..formats import FORMATS
+from ..models import family
 from . import checks
-from .architectures import expected_tensors, expert_ids, model_config
+from .architectures import expected_tensors, expert_ids, model_config, mtp_tensors
 from .base import ModelFiles, ProgressCallback, ProgressMeter, TensorRecord, reading
 from .checkpoint import Checkpoint
 from .errors import (
@@ -104,6 +105,11 @@ class Snapshot(ModelFiles):
         header = self.header
         self.model_config = model_config(header.architecture, header.config)
         expected = expected_tensors(header.architecture, header.config, len(self.tensors))
+        ours = family(header.architecture).TENSORS
+        mtp = mtp_tensors(
+            header.architecture, header.config, self.tensors.__contains__, {template: template for template in ours}
+        )
+        self.mtp_names, expected = frozenset(mtp), expected | mtp
         if header.tied_head != self.model_config.tie_word_embeddings:
             raise HeaderSyntaxError(
                 f"{where}: tied_head is {header.tied_head}, the config says tie_word_embeddings = "
