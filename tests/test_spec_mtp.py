@@ -1,0 +1,217 @@
+"""Drafts of the model's own layer for multi-token prediction: the text stays, right ones are kept, the layer's cache
+follows the text.
+
+A layer of random weights is never right. One that is: decoder layers that add nothing (o_proj and down_proj are zero) make
+the next token a function of the present one, and eh_proj = [1 | 0] lets the layer compute that function of its token.
+"""
+
+from functools import cache
+
+import mtp_models
+import numpy as np
+import pytest
+import spec_tools
+from latent_and_sink_models import golden
+
+import engine
+from engine import runtime
+from engine.errors import NumericsError
+from engine.experts.route_trace import moe_blocks
+from engine.layers import Layers
+from engine.prompt_cache import PromptCache
+from engine.sampler import SamplingParams
+from engine.session import Session
+from engine.spec import AutoPolicy, FixedPolicy, LookupSource, Speculator
+from engine.spec.mtp import MtpSource
+from engine.spec.probes import SpoiledSource
+
+NAMES, LAYER = mtp_models.NAMES, mtp_models.LAYER
+DRAWN = SamplingParams(temperature=0.8, top_p=0.95, repeat_penalty=1.1, seed=5)
+IDS = np.random.default_rng(2).integers(3, 250, 20).tolist()
+
+
+def knowing(weights):
+    """The weights of a layer that is always right, see above."""
+    p = f"model.layers.{LAYER}."
+    silent = {n: np.zeros_like(w) for n, w in weights.items() if n.endswith(("o_proj.weight", "down_proj.weight"))}
+    width = len(weights["model.norm.weight"])
+    return weights | silent | {
+        f"{p}eh_proj.weight": np.concatenate([np.eye(width), np.zeros((width, width))], 1).astype(np.float32),
+        f"{p}enorm.weight": np.ones(width, np.float32),
+        f"{p}shared_head.norm.weight": weights["model.norm.weight"].copy(),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    @cache
+    def make(name, kind="random"):
+        weights = mtp_models.weights(name)
+        return mtp_models.checkpoint(
+            tmp_path_factory.mktemp(name) / "hf", name, knowing(weights) if kind == "knowing" else weights
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def load(folder):
+    return lambda name, kind="random", **options: engine.load(folder(name, kind), mtp=True, threads=1, **options)
+
+
+def source(loaded, sampling):
+    return MtpSource(loaded.context, sampling)
+
+
+def assert_same(loaded, ids, rows, plain, sampling, sources=None, **options):
+    policy = AutoPolicy() if rows == "auto" else FixedPolicy(rows)
+    speculator = Speculator(sources or [source(loaded, sampling)], policy)
+    got = spec_tools.run(loaded, ids, speculator, sampling, **options)
+    for what, ours, theirs in zip(("tokens", "finish reason", "text", "logits"), got, plain, strict=False):
+        assert ours == theirs, f"{what} differ with {rows} rows"
+    return speculator.stats
+
+
+@pytest.mark.parametrize("kind", ["random", "knowing"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_is_that_of_plain_decode(load, folder, name, kind):
+    """Also of an engine that was loaded without the layer, and whatever of the experts is in memory."""
+    bare, loaded = engine.load(folder(name, kind), threads=1), load(name, kind)
+    options = {"max_tokens": 96, "ignore_eos": True}
+    for turn, sampling in enumerate((spec_tools.GREEDY, DRAWN)):
+        plain = spec_tools.run(bare, IDS, sampling=sampling, **options)
+        for rows in (2 + turn, 5, 8, "auto"):
+            stats = assert_same(loaded, IDS, rows, plain, sampling, **options)
+            assert stats.drafted or rows == "auto"
+    for slots in (4, 5, 48):
+        streamed = load(name, kind, expert_slots=slots)
+        assert assert_same(streamed, IDS, 4, plain, DRAWN, **options).drafted
+
+
+@pytest.mark.parametrize("sampling", [spec_tools.GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("name", NAMES)
+def test_right_drafts_are_kept_and_spoiled_ones_are_not(load, name, sampling):
+    loaded, options = load(name, "knowing", kv="f32"), {"max_tokens": 101, "ignore_eos": True}
+    plain = spec_tools.run(loaded, IDS, sampling=sampling, **options)
+    for rows in (2, 4, 8):
+        stats = assert_same(loaded, IDS, rows, plain, sampling, **options)
+        assert stats.accepted == stats.drafted  # 100 tokens behind the first
+        assert stats.rounds == -(-100 // rows)
+    every = golden(name)["config"]["vocab_size"]
+    spoiled = SpoiledSource(source(loaded, sampling), 3, every)
+    spoiled.follow = spoiled._inner.follow
+    stats = assert_same(loaded, IDS, 4, plain, sampling, [spoiled], **options)
+    assert stats.drafted * 2 // 3 - 3 <= stats.accepted <= stats.drafted * 2 // 3 + 3
+
+
+def test_sources_are_asked_in_order_and_report_themselves(load):
+    """Lookup first; what it abstains from falls to the layer."""
+    loaded = load("glm4_moe", "knowing")
+    ids = [5, 6, 7, 8] * 5
+    plain = loaded.generate(ids, max_tokens=64, ignore_eos=True)
+    "".join(plain)
+    for draft in (None, ["mtp", "lookup"]):
+        spoken = loaded.generate(ids, max_tokens=64, ignore_eos=True, spec=4, draft=draft)
+        "".join(spoken)
+        assert spoken.token_ids == plain.token_ids
+        assert spoken.stats.spec.sources["mtp"].accepted
+        assert ("lookup" in spoken.stats.spec.sources) == (draft is None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layers_cache_follows_the_text(load, name, monkeypatch):
+    """Logits of a draft do not depend on how the text came about: blocks, windows, refused drafts, a session that went
+    back, plain steps without drafts that used up the room for hidden states."""
+    monkeypatch.setattr(runtime, "PREFILL_TOKENS", 8)
+    loaded = load(name)
+    ids = np.array(IDS + IDS[::-1], np.int32)
+
+    def drafted(kv, text):
+        state = kv.follower
+        state.align(len(text) - 1)
+        return state.run(int(text[-1]))[1].copy()
+
+    def plain(text):
+        kv = loaded.new_kv()
+        for start in range(0, len(text) - 1, 8):
+            loaded.model.forward(text[start : min(start + 8, len(text) - 1)], kv, start)
+        return kv, drafted(kv, text)
+
+    kv, want = plain(ids)
+    assert kv.follower.kv.length == len(ids) - 1
+    stepped = loaded.new_kv()
+    for n in range(len(ids) - 1):  # no draft for 39 steps, room for 8
+        loaded.model.forward(ids[n : n + 1], stepped, n)
+    np.testing.assert_array_equal(drafted(stepped, ids), want)
+    # Back to 30 tokens, which waiting hidden states reach: other drafts were refused.
+    refused = loaded.new_kv()
+    for n in range(25):
+        loaded.model.forward(ids[n : n + 1], refused, n)
+    drafted(refused, ids[:26])
+    refused.follower.chain(np.ones((1, 64), np.float32), 9, 0)
+    loaded.model.forward(np.array([ids[25], ids[26], 9, 9], np.int32), refused, 25, logits="all")
+    refused.truncate(27)
+    drafted(refused, ids[:28])
+    for n in range(27, len(ids) - 1):
+        loaded.model.forward(ids[n : n + 1], refused, n)
+    np.testing.assert_array_equal(drafted(refused, ids), want)
+
+
+def test_a_session_that_goes_back_or_is_restored_still_gets_drafts(load, tmp_path):
+    """A hidden state that is gone costs the layer one place of its context; a restored cache costs it what came before.
+    The text is that of plain decode either way, and right drafts are right again."""
+    loaded = load("glm4_moe", "knowing")
+    session = Session(loaded)
+
+    def speak(ids, session, spec):
+        spoken = loaded.generate(ids, max_tokens=24, ignore_eos=True, spec=spec, draft=["mtp"], session=session)
+        "".join(spoken)
+        return spoken
+
+    first = speak(IDS, session, 4)
+    for prompt in (IDS + first.token_ids[:9] + [7, 8], IDS[:12] + [9, 9, 9], [4, *IDS]):
+        spoken, plain = speak(prompt, session, 4), speak(prompt, Session(loaded), 0)
+        assert spoken.token_ids == plain.token_ids
+        assert spoken.stats.spec.accepted == spoken.stats.spec.drafted > 0
+    assert session.kv.follower.shift == 0  # the last prompt shared nothing
+    cache = PromptCache(loaded, session, tmp_path / "c")
+    cache.save()
+    restored = Session(loaded)
+    PromptCache(loaded, restored, tmp_path / "c").restore()
+    prompt = [*session.ids.tolist(), 8]
+    spoken = speak(prompt, restored, 4)
+    assert spoken.stats.reused_tokens == len(prompt) - 1
+    assert spoken.token_ids == speak(prompt, Session(loaded), 0).token_ids
+    assert spoken.stats.spec.accepted == spoken.stats.spec.drafted > 0
+
+
+def test_a_layer_with_a_value_that_is_not_finite_stops_drafting(load, monkeypatch):
+    loaded = load("glm4_moe", kind="random")
+    plain = spec_tools.run(loaded, IDS, max_tokens=40, ignore_eos=True)
+    loaded.model.mtp.norm.array[:] = 1
+    loaded.model.mtp.enorm.array[3] = np.nan
+    stats = assert_same(loaded, IDS, 4, plain, spec_tools.GREEDY, max_tokens=40, ignore_eos=True)
+    assert stats.drafted == 0
+    with pytest.raises(NumericsError, match="layer 3"):
+        loaded.model.mtp.forward(np.ones((1, 64), np.float32), np.array([5], np.int32), loaded.new_kv().follower.kv, 0)
+
+
+def test_figures_are_of_the_models_own_layers(load):
+    """Experts a round, route traces and usage histories do not count the layer's."""
+    loaded = load("deepseek_v3")
+    assert len(moe_blocks(loaded.model)) == 2
+    spoken = loaded.generate(IDS, max_tokens=30, ignore_eos=True, spec=2, draft=["mtp"])
+    used, plain = [], Layers
+    for block in moe_blocks(loaded.model):
+        block.observers.append(lambda ids, weights: used.append(len(np.unique(ids))))
+    "".join(spoken)
+    assert plain is Layers
+    report = spoken.stats.spec.report()
+    prefill = sum(used[:2])
+    assert round(report["experts_per_round"] * report["rounds"]) == sum(used) - prefill
+
+
+def test_lookup_before_the_layer_is_the_default(load):
+    loaded = load("glm4_moe")
+    names = [source.name for source in loaded._draft_sources(None, spec_tools.GREEDY)]
+    assert names == [LookupSource.name, MtpSource.name]
