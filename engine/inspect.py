@@ -62,8 +62,8 @@ def _share(config) -> float:
 def bytes_per_token(roles: dict[str, Group], config, tied_head: bool) -> dict:
     """Bytes of weights that one decode step reads from memory, and what of it are experts.
 
-    All dense tensors count whole (the layer for multi-token prediction not at all: only drafts use it), the embedding one row, the experts num_experts_per_tok of num_experts. A tied head
-    reads the whole embedding.
+    All dense tensors count whole, the embedding one row, the experts num_experts_per_tok of num_experts. A tied head
+    reads the whole embedding. The layer for multi-token prediction does not count: only drafts use it.
     """
     experts = sum(roles[role].memory_bytes for role in EXPERT_ROLES if role in roles)
     embed = roles["embed"].memory_bytes if "embed" in roles else 0

@@ -78,8 +78,8 @@ class Engine:
             named = getattr(files.model_config, "num_extra_layers", 0)
             what = "its files do not hold a whole one, which the config names" if named else "it has none"
             raise ConfigError(
-                f"--draft mtp: {files.path} ({files.architecture}) cannot draft with a layer for multi-token prediction: "
-                f"{what}; choose another draft source"
+                f"--draft mtp: {files.path} ({files.architecture}) cannot draft with a layer for multi-token "
+                f"prediction: {what}; choose another draft source"
             )
         return files
 
@@ -131,7 +131,8 @@ class Engine:
 
         session: what an earlier call with the same Session left in its cache is not computed again.
         spec: rows of a verify window, 0 to 8 (0 and 1: plain decode), or "auto"; draft: names of draft sources, the
-        first that offers something is used ("model" needs draft_model, "mtp" mtp; None: all there are). Neither changes the text.
+        first that offers something is used ("model" needs draft_model, "mtp" mtp; None: all there are). Neither changes
+        the text.
         sampling: None = the model's defaults; settings (temperature=0, seed=1, top_p=0.9 ...: the fields of
         SamplingParams) replace single ones. Raises ConfigError for a prompt that does not fit the context, or a setting
         that does not exist.

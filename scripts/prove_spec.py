@@ -1,6 +1,6 @@
 """The whole matrix: speculation against plain decode, bit for bit.
 
-    python scripts/prove_spec.py --state FILE [--parts shipped,model,streamed,families] [--minutes M] [--json FILE]
+    python scripts/prove_spec.py --state FILE [--parts shipped,model,streamed,families,mtp] [--minutes M] [--json FILE]
 
 Token ids, finish reason, text and the checksum of the logits of every emitted position must be those of plain decode,
 256 tokens long, greedy and drawn with penalties, for windows of 1 to 8 rows and auto:
@@ -11,6 +11,8 @@ model     a draft model (the same model in another format, and itself) x 20 prom
 streamed  caches from the smallest to the whole, windows cut short: 20 prompts; sampler, look-ahead (off, on) and
           lengths go round, so that each source meets each length in each cache twice.
 families  all supported families, 20 prompts; sampler and lengths go round, so that each source meets each length twice.
+mtp       the layer for multi-token prediction of each family that has one, with random weights and with such that are
+          always right, all experts in memory and 13 of them, 20 prompts; lengths go round.
 
 Every finished row is a line of FILE; a run with the same FILE goes on behind them. Stops at the first difference, exit
 code 1; with --minutes it stops there, exit code 3.
@@ -31,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import latent_and_sink_models as models  # noqa: E402
+import mtp_models  # noqa: E402
 import spec_tools  # noqa: E402
 from test_spec import DRAWN, GREEDY, PROMPTS  # noqa: E402
 from test_spec_families import NAMES  # noqa: E402
@@ -40,6 +43,7 @@ from converters.hf import RoleFormats, convert  # noqa: E402
 from engine.runtime import SHIPPED_MODEL  # noqa: E402
 from engine.spec.cut import DraftCut  # noqa: E402
 from engine.spec.draft_model import ModelSource  # noqa: E402
+from engine.spec.mtp import MtpSource  # noqa: E402
 
 LENGTHS = (*range(1, 9), "auto")
 SAMPLERS = (("greedy", GREEDY), ("drawn", DRAWN))
@@ -155,8 +159,7 @@ def prove_families(proof, folder):
         def make(name=name):
             path = folder / name
             models.checkpoint(path / "hf", name)
-            file = path / "hf" / "config.json"  # golden checkpoints have a context of 256
-            file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
+            _longer_context(path / "hf")
             convert(path / "hf", path / "out", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
             return engine.load(path / "out", threads=1)
 
@@ -168,10 +171,40 @@ def prove_families(proof, folder):
             proof.row(f"families {name} prompt {n} {sampler}", load, ids, sampling, cases)
 
 
+def prove_mtp(proof, folder):
+    for name, kind, slots in product(mtp_models.NAMES, ("random", "knowing"), (None, 13)):
+
+        def make(name=name, kind=kind, slots=slots):
+            path = folder / f"{name} {kind}"
+            if not path.exists():
+                weights = mtp_models.weights(name)
+                mtp_models.checkpoint(path / "hf", name, mtp_models.knowing(weights) if kind == "knowing" else weights)
+                _longer_context(path / "hf")
+                formats = RoleFormats(experts="f32", dense="f32")
+                convert(path / "hf", path / "out", formats=formats, threads=1)
+            return engine.load(path / "out", threads=1, mtp=True, expert_slots=slots, history=False)
+
+        def source(loaded, sampling):
+            return MtpSource(loaded.context, sampling)
+
+        load, where = once(make), f"{slots} slots" if slots else "resident"
+        vocab_size = models.golden(name)["config"]["vocab_size"]
+        for n, ids in enumerate(family_prompts(vocab_size)):
+            sampler, sampling = SAMPLERS[n // 4 % 2]
+            cases = [(kind, LENGTHS[(n + 4 * i) % 9], source) for i in range(2)]
+            proof.row(f"mtp {name} {kind} {where} prompt {n} {sampler}", load, ids, sampling, cases)
+
+
+def _longer_context(folder: Path) -> None:
+    """Golden checkpoints have a context of 256."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, required=True, help="file of finished rows, made when there is none")
-    parser.add_argument("--parts", default="shipped,model,streamed,families")
+    parser.add_argument("--parts", default="shipped,model,streamed,families,mtp")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -182,6 +215,7 @@ def main():
             "model": lambda: prove_model(proof, Path(folder)),
             "streamed": lambda: prove_streamed(proof),
             "families": lambda: prove_families(proof, Path(folder)),
+            "mtp": lambda: prove_mtp(proof, Path(folder)),
         }
         for part in args.parts.split(","):
             parts[part]()

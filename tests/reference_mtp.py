@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and GLM-4.5 with their layer for multi-token prediction in float64 numpy, from the published definitions.
+"""DeepSeek-V3 and GLM-4.5 with their layer for multi-token prediction in float64 numpy, as published.
 
-A whole text at a time, no cache, no code of the engine: the layers as in the DeepSeek-V3 report (latent attention 2.1.1,
-experts 2.1.2, multi-token prediction 2.2) and in the GLM-4.5 report, names as in the released checkpoints.
+A whole text at a time, no cache, no code of the engine: the layers as in the DeepSeek-V3 report (latent attention
+2.1.1, experts 2.1.2, multi-token prediction 2.2) and in the GLM-4.5 report, names as in the released checkpoints.
 """
 
 import math

@@ -12,6 +12,7 @@ import shlex
 import shutil
 from dataclasses import dataclass
 
+import mtp_models
 import pytest
 import tiny_models
 from click.testing import CliRunner
@@ -92,6 +93,8 @@ SPECULATION = {
     "spec": [case("--spec 4", r"^spec: |accepted")],
     "draft": [case("--draft lookup,model", r"lookup \d+/\d",
                    [*SPEC, "--draft-model", "{model}", "--draft", "model", "-n", "60"]),
+              case("--draft mtp", r"accepted mtp \d+/\d", [*SPEC, "-m", "{mtp}", "--draft", "lookup"]),
+              case("--draft mtp", refused="it has none; choose another draft source", base=SPEC),
               case("--draft lookup", refused="do nothing without --spec")],
     "cut_drafts": [case("--cut-drafts on", r"^spec: .* windows cut short", [*SPEC, *STREAM, "--cut-drafts", "off"]),
                    case("--cut-drafts off", r"so --cut-drafts changes nothing", SPEC),
@@ -245,6 +248,7 @@ def places(tmp_path_factory):
     out = tmp_path_factory.mktemp("options")
     model = shutil.copytree(SHIPPED_MODEL, out / "model")
     write_gguf(out / "tiny.gguf", "mha_base")
+    mtp_models.checkpoint(out / "mtp", "glm4_moe")
     write_gguf(out / "blocks.gguf", "mha_base", {"ffn": GGMLQuantizationType.Q8_0})
     texts = {"prompt": "In the beginning\n", "template": "{% for m in messages %}{{ m.content }} {% endfor %}",
              "other": "{% for m in messages %}({{ m.content }} and {{ m.content }}) {% endfor %}"}  # fmt: skip
@@ -261,7 +265,7 @@ def places(tmp_path_factory):
     twice["results"][0]["median"] *= 9
     (out / "fast").write_text(json.dumps(twice))
     word = re.findall(r"\w+", found["text"])[1]
-    names = {name: out / name for name in (*texts, "model", "ends", "bench", "fast", "cache")}
+    names = {name: out / name for name in (*texts, "model", "mtp", "ends", "bench", "fast", "cache")}
     return {
         **names,
         "out": out,

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction against a float64 reference, from every kind of file, and each rule broken once."""
+"""The layer for multi-token prediction against a float64 reference, from every kind of file; each rule broken once."""
 
 from functools import cache
 

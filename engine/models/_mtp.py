@@ -1,15 +1,16 @@
 """The layer for multi-token prediction that DeepSeek-V3 and GLM-4.5 store behind their others.
 
-Source: DeepSeek-V3 report, section 2.2; order of the parts and place of the norms as the released weights want them (the
-modeling code beside them, vLLM, SGLang). From the hidden state h_i of position i after the final norm, and the token
+Source: DeepSeek-V3 report, section 2.2; order of the parts and place of the norms as the released weights want them
+(the modeling code beside them, vLLM, SGLang).
+From the hidden state h_i of position i after the final norm, and the token
 t_{i+1} that follows, one decoder layer with keys and values of its own predicts the token after that:
 
     x_i = eh_proj [enorm(embedding(t_{i+1})) ; hnorm(h_i)]
     h'_i = norm(decoder layer(x_i))        norm: shared_head.norm
     logits of t_{i+2} = lm_head h'_i
 
-A further token is predicted from h'_i in place of h_i. Embedding and lm_head are the model's own, as the report says; the
-copies that checkpoints hold of them are not read. Of several such layers the first is used.
+A further token is predicted from h'_i in place of h_i. Embedding and lm_head are the model's own, as the report
+says; the copies that checkpoints hold of them are not read. Of several such layers the first is used.
 Knows nothing of drafts. Shape letters: T pairs, H hidden, V vocabulary.
 """
 

@@ -1,7 +1,7 @@
 """The model's own layer for multi-token prediction as a draft source (engine.models._mtp has the layer).
 
-The layer is fed with every position of the text, so that drafts look back at all of it. It lags behind: hidden states are
-kept as forward passes produce them, and run in one call when a draft is asked for or the room for them is used up.
+The layer is fed with every position of the text, so that drafts look back at all of it. It lags behind: hidden states
+are kept as forward passes produce them, and run in one call when a draft is asked for or the room for them is used up.
 """
 
 import time

@@ -50,7 +50,8 @@ def role_of(name: str) -> str:
     """Role of a tensor name or template in our spelling.
 
     "gate_up" and "down" are routed experts, "shared" the experts that every token takes, "mlp" the feed-forward of a
-    layer without experts and the projection in front of a layer for multi-token prediction; "norm" and "bias" are float32 vectors. Raises: KeyError for a name without a role.
+    layer without experts and the projection in front of a layer for multi-token prediction; "norm" and "bias" are
+    float32 vectors. Raises: KeyError for a name without a role.
     """
     last = name.rsplit(".", 1)[-1]
     if last.endswith("norm"):
@@ -135,7 +136,10 @@ def expected_tensors(
 
 
 def mtp_tensors(
-    architecture: str, config: dict, is_listed: Callable[[object], bool], source_names: Mapping[str, object] | None = None
+    architecture: str,
+    config: dict,
+    is_listed: Callable[[object], bool],
+    source_names: Mapping[str, object] | None = None,
 ) -> dict[str, Expected]:
     """Every tensor of the model's layer for multi-token prediction, named and ordered as expected_tensors does.
 
@@ -150,7 +154,9 @@ def mtp_tensors(
     return found if all(is_listed(want.checkpoint_name) for want in found.values()) else {}
 
 
-def _expanded(templates: Mapping[str, tuple], checked, source_names: Mapping[str, object], layers) -> dict[str, Expected]:
+def _expanded(
+    templates: Mapping[str, tuple], checked, source_names: Mapping[str, object], layers
+) -> dict[str, Expected]:
     """Templates with layers and experts filled in, in order. layers: template -> its layers."""
     found = []
     for template, shape in templates.items():

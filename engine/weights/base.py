@@ -150,7 +150,7 @@ class ModelFiles:
             raise MissingTensorError(f"{self.path}: the model has no tensor {name}") from None
 
     def without_mtp(self) -> "ModelFiles":
-        """The same files as if the layer for multi-token prediction were not among `tensors`: it takes no memory then."""
+        """The same files, the layer for multi-token prediction not among `tensors`: it takes no memory then."""
         if not self.mtp_names:
             return self
         other = copy.copy(self)
