@@ -1,5 +1,6 @@
-"""The tiny DeepSeek-V3 and GLM-4.5 of the golden files with a layer for multi-token prediction behind the
-others, in the published names. The layer's own shapes are written down here; its decoder layer has those of the layer before it."""
+"""The tiny DeepSeek-V3 and GLM-4.5 of the golden files with a layer for multi-token prediction behind the others, in
+the published names. Shapes of the layer's own tensors are written down here; its decoder layer is like the one before.
+"""
 
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def weights(name: str) -> dict[str, np.ndarray]:
 
 
 def knowing(weights):
-    """The same with a layer that is always right: decoder layers that add nothing (o_proj and down_proj are zero) make the
-    next token a function of the present one, and eh_proj = [1 | 0] lets the layer compute that of its own token."""
+    """The same with a layer that is always right: decoder layers that add nothing (o_proj and down_proj are zero) make
+    the next token a function of the present one, and eh_proj = [1 | 0] lets the layer compute that of its own token."""
     p = f"model.layers.{LAYER}."
     silent = {n: np.zeros_like(w) for n, w in weights.items() if n.endswith(("o_proj.weight", "down_proj.weight"))}
     width = len(weights["model.norm.weight"])
