@@ -75,7 +75,7 @@ def test_interrupted_forward_pass_is_not_reused(loaded, monkeypatch):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        mlp(block, num_tokens)
+        return mlp(block, num_tokens)
 
     next(generation.tokens())
     monkeypatch.setattr(loaded.model, "mlp", interrupted)
