@@ -62,7 +62,7 @@ class LlamaCppArm:
         status = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
-        last = [line for line in lines if "error" in line.lower()][:1] or lines[-1:]
+        last = [line for line in lines if "error" in line.lower()][:1] or (lines[-1:] if status >= 0 else [])
         how = f"crashed with signal {-status}" if status < 0 else f"ended with status {status}"
         raise ConfigError(f"llama.cpp {how}" + (f" ({last[0]})" if last else ""))
 
