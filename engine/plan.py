@@ -85,10 +85,16 @@ def recorded_usage(files) -> Usage | None:
 
 
 def _chances(usage: Usage) -> np.ndarray:
-    """Chance that a token uses an expert, the likeliest first; one use more each, since few tokens prove little."""
-    experts_of_a_token = usage.uses.sum() / usage.tokens
-    more_tokens = usage.uses.size / experts_of_a_token
-    return np.sort((usage.uses.ravel() + 1.0) / (usage.tokens + more_tokens))[::-1]
+    """Chance that a token uses an expert, the likeliest first.
+
+    Experts that were never seen share the chance that Good and Turing give to all of them together: the share of uses
+    that were an expert's only one; at most what equal chances would give them, so that few tokens prove little.
+    """
+    uses, total = usage.uses.ravel(), usage.uses.sum()
+    unseen = uses == 0
+    mass = min(float(np.sum((uses > 0) & (uses < 1.5)) / total), float(unseen.mean()))
+    chances = np.where(unseen, mass / max(unseen.sum(), 1), uses / total * (1 - mass))
+    return np.sort(chances * total / usage.tokens)[::-1]
 
 
 def prompt_misses(usage: Usage | None, num_slots: int, num_experts: int, demand: int, tokens: int) -> float:

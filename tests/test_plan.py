@@ -101,7 +101,7 @@ def test_hit_rate_from_history_or_stated(tmp_path, monkeypatch):
     assert plan.recorded_usage(files) is None
     plan.Usage("", uses, 60.0).save(tmp_path / "usage.json")
     share, source = plan.expected_hits(plan.recorded_usage(files), 12, 24, 6)
-    assert share == pytest.approx((4 * 12 + 8 * 2) / (4 * 12 + 20 * 2))
+    assert share == pytest.approx((4 * 11 + 8) / (4 * 11 + 20))
     assert "history of 60 tokens" in source
 
 
@@ -109,10 +109,16 @@ def test_a_prompt_reads_what_it_uses_and_slots_do_not_hold():
     assert plan.prompt_misses(None, 12, 24, 6, 1) == pytest.approx(12 * 0.25)
     assert plan.prompt_misses(None, 12, 24, 6, 2) == pytest.approx(12 * (1 - 0.75**2))
     assert plan.prompt_misses(None, 24, 24, 6, 512) == 0
-    # 2 experts a token, of 4 in one layer; after 98 tokens and 2 more in which each is used once.
-    usage = plan.Usage("", np.array([[97.0, 97.0, 1.0, 1.0]]), 98.0)
-    assert plan.prompt_misses(usage, 2, 4, 2, 1) == pytest.approx(2 * 0.02)
-    assert plan.prompt_misses(usage, 2, 4, 2, 512) == pytest.approx(2 * (1 - 0.98**512))
+    # 2 experts a token, of 4 in one layer.
+    usage = plan.Usage("", np.array([[97.0, 97.0, 2.0, 2.0]]), 99.0)
+    assert plan.prompt_misses(usage, 2, 4, 2, 1) == pytest.approx(2 * 2 / 99)
+    assert plan.prompt_misses(usage, 2, 4, 2, 512) == pytest.approx(2 * (1 - (97 / 99) ** 512))
+    # What was never seen is as likely as what was seen once has been: 1 use of 10, for two experts.
+    usage = plan.Usage("", np.array([[6.0, 3.0, 1.0, 0.0, 0.0]]), 10.0)
+    assert plan.prompt_misses(usage, 3, 5, 1, 1) == pytest.approx(0.1)
+    # One token proves nothing.
+    usage = plan.Usage("", np.array([[1.0, 1.0, 0.0, 0.0]]), 1.0)
+    assert plan.expected_hits(usage, 2, 4, 2)[0] == pytest.approx(0.5)
 
 
 def expert_ranges(files):
