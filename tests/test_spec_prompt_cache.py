@@ -47,8 +47,8 @@ class Turns:
             source = spec_tools.source(self.source, plain, self.loaded.model.config.vocab_size)
             speculator = Speculator([source], FixedPolicy(self.rows))
         generation = Generation(
-            self.loaded, ids, session=session, speculator=speculator, ignore_eos=True, sampling=spec_tools.GREEDY,
-            **options,
+            self.loaded, ids, session=session, speculator=speculator, sampling=spec_tools.GREEDY,
+            **{"ignore_eos": True} | options,
         )  # fmt: skip
         if leave is None:
             "".join(generation)
@@ -89,6 +89,20 @@ def test_a_stop_text_within_a_window(tmp_path):
         turns.turn(ids, whole, max_tokens=40, stop=loaded.tokenizer.decode(whole.token_ids[10:11]))
         files += turns.files
     assert files[1:] == files[:1] * 2 and len(files[0]) > 1000
+
+
+def test_an_end_of_text_token_within_a_window(tmp_path, monkeypatch):
+    loaded = engine.load(threads=1)
+    ids = loaded.tokenizer.encode("In the beginning")
+    whole = spec_tools.run(loaded, ids, max_tokens=40, ignore_eos=True)[4]
+    end = next(i for i in range(9, 40) if whole.token_ids[i] not in whole.token_ids[:i])
+    monkeypatch.setattr(loaded.tokenizer, "eos_ids", {whole.token_ids[end]})
+    files = []
+    for source, rows in (("oracle", 0), ("oracle", 8), ("oracle", 7), ("oracle", 6), ("spoiled", 5)):
+        turns = Turns(loaded, tmp_path / f"{source}{rows}", source, rows)
+        assert turns.turn(ids, whole, max_tokens=40, ignore_eos=False) == whole.token_ids[:end]
+        files += turns.files
+    assert files[1:] == files[:1] * 4
 
 
 def test_a_run_that_is_left_late_does_not_cut_the_next_one_short(tmp_path):
