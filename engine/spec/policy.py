@@ -20,6 +20,7 @@ MAX_CHARGE = 1.5  # a window costs the budget at once at most so many times what
 MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15
 PLAIN_UPDATE = 8  # plain steps after which their median is computed anew
+REFUSED = 8  # rounds that a refusal holds: nothing changes so fast, and asking costs a share of a small model's step
 UNKNOWN_ROW = 1 / 3  # assumed cost of a further row before any was tried, in plain steps
 LINE_PRIOR = 4.0  # further rows' worth of measurements that this assumption weighs
 LENGTH_PRIOR = 4.0  # samples' worth that the line of all lengths weighs against one length's own
@@ -67,7 +68,9 @@ class AutoPolicy:
         self._measured_at = [0] * (MAX_ROWS + 1)  # round of the latest sample
         self._costs = [0.0] * (MAX_ROWS + 1)  # of windows by rows; 0.0 until anything is known
         self._acceptance: dict = {}
+        self._refused: dict = {}  # key: round until which the answer is known to be 1
         self._loss = 0.0  # ms that windows have cost beyond plain decode, less what they may cost
+        self._plain_ms = 0.0  # of plain steps whose share is not earned yet
         self._late = 0.0  # ms of windows that took far longer than usual, not charged yet
         self._rounds = self._since_plain = 0
         self._last = 1
@@ -138,7 +141,11 @@ class AutoPolicy:
 
     def rows(self, key, count: int, ms_per_draft: float, chance: float = 0.5) -> int:
         """Rows for the next window when a source offers `count` drafts; 1: plain decode, or another source."""
+        if self._refused.get(key, 0) > self._rounds:
+            return 1
         rows, self.reason = self._choose(key, count, ms_per_draft, chance)
+        if rows == 1 and len(self._samples[1]) >= MIN_PLAIN:
+            self._refused[key] = self._rounds + REFUSED
         return rows
 
     def use(self, rows: int) -> None:
@@ -151,9 +158,11 @@ class AutoPolicy:
         """A plain step took `ms`. Runs beside every step of a text without drafts, so it does little."""
         self._rounds += 1
         self._since_plain = 0
-        self._earn(ms, 0.0)
         self._samples[1].append(ms)
+        self._plain_ms += ms
         if len(self._samples[1]) <= MIN_PLAIN or self._rounds % PLAIN_UPDATE == 0:
+            self._earn(self._plain_ms, 0.0)
+            self._plain_ms = 0.0
             self._update_costs(1)
 
     def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int, draft_ms: float = 0.0) -> None:
