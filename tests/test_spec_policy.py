@@ -34,7 +34,7 @@ def test_a_small_gain_is_kept_but_not_switched_for():
         policy.rows((f"gains {gain}", 0), 1, 0.0, chance)
         assert ("expected" in policy.reason) == from_plain
         policy.use(2)
-        assert policy.rows((f"gains {gain}", 0), 1, 0.0, chance) == 2 and "expected" in policy.reason
+        assert policy.rows((f"stays {gain}", 0), 1, 0.0, chance) == 2 and "expected" in policy.reason
 
 
 def test_plain_decode_is_measured_again():

@@ -20,6 +20,8 @@ MAX_CHARGE = 1.5  # a window costs the budget at once at most so many times what
 MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15
 PLAIN_UPDATE = 8  # plain steps after which their median is computed anew
+TRYING = "trying again"
+BETWEEN_TRIALS = 32  # rounds, at least, unless the draft was right
 REFUSED = 8  # rounds that a refusal holds: nothing changes so fast, and asking costs a share of a small model's step
 UNKNOWN_ROW = 1 / 3  # assumed cost of a further row before any was tried, in plain steps
 LINE_PRIOR = 4.0  # further rows' worth of measurements that this assumption weighs
@@ -136,7 +138,7 @@ class AutoPolicy:
         plain = self._costs[1]
         worst = max(self._costs[2] + ms_per_draft - plain, 0.1 * plain)
         if count and self._loss + 2 * worst < 0:
-            return 2, "trying again"
+            return 2, TRYING
         return 1, "no window length pays"
 
     def rows(self, key, count: int, ms_per_draft: float, chance: float = 0.5) -> int:
@@ -144,7 +146,9 @@ class AutoPolicy:
         if self._refused.get(key, 0) > self._rounds:
             return 1
         rows, self.reason = self._choose(key, count, ms_per_draft, chance)
-        if rows == 1 and len(self._samples[1]) >= MIN_PLAIN:
+        if self.reason == TRYING:
+            self._refused[key] = self._rounds + BETWEEN_TRIALS
+        elif rows == 1 and len(self._samples[1]) >= MIN_PLAIN:
             self._refused[key] = self._rounds + REFUSED
         return rows
 
@@ -170,6 +174,8 @@ class AutoPolicy:
         num_verified: of its drafts, how many were not dropped on the way."""
         self._rounds += 1
         self._since_plain += 1
+        if num_accepted:
+            self._refused.pop(key, None)
         if self._rounds - self._measured_at[rows] > STALE:
             self._samples[rows].clear()
         self._samples[rows].append(ms - draft_ms)  # other drafts cost something else: see ms_per_draft
