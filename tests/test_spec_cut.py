@@ -14,7 +14,7 @@ from engine import runtime
 from engine.runtime import SHIPPED_MODEL
 from engine.spec.cut import DraftCut
 
-NAMES = ["deepseek_v2", "glm4_moe", "gpt_oss", "granitemoe", "llama", "mixtral_window", "qwen2_moe", "qwen3_moe"]
+NAMES = ["deepseek_v2", "gpt_oss", "granitemoe", "llama", "qwen2_moe"]
 LENGTH = {"max_tokens": 90, "ignore_eos": True}
 
 
