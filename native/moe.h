@@ -124,6 +124,8 @@ enum moe_time { /* parts of calls, as the caller waits for them */
  * each may be NULL), then switch timing on or off. Off is how a context starts, and costs nothing that can be
  * measured. */
 void moe_timing(struct moe_ctx *ctx, int on, int64_t *part_ns, int64_t *busy_ns);
+/* Where the totals of the parts are kept, [MOE_NUM_TIMES]: may be read between calls for as long as the context lives. */
+const int64_t *moe_part_times(const struct moe_ctx *ctx);
 
 /* ---- weights (linear.c) ---- */
 size_t moe_matrix_bytes(const struct moe_layout *layout, int rows, int cols);

@@ -253,6 +253,8 @@ void moe_timing(struct moe_ctx *ctx, int on, int64_t *part_ns, int64_t *busy_ns)
     moe_leave(ctx, saved, MOE_OK);
 }
 
+const int64_t *moe_part_times(const struct moe_ctx *ctx) { return ctx->pool->part_ns; }
+
 void *moe_scratch(struct moe_ctx *ctx, size_t bytes) {
     if (bytes <= ctx->scratch_bytes) return ctx->scratch;
     size_t rounded = (bytes + SCRATCH_STEP - 1) / SCRATCH_STEP * SCRATCH_STEP;

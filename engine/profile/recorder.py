@@ -8,27 +8,31 @@ profiler is untouched: no flag is looked at, nothing is counted.
 import time
 from collections import defaultdict
 
+import numpy as np
+
 from ..kernels import ffi, lib
 from ..layers import Linear
+from .call_log import OUTSIDE, CallLog, Mark
 
 NUM_EXPERTS_ARGUMENT = 6  # of moe_experts
 UNTIMED = ("moe_timing", "moe_streamer_stats")  # of the profiler itself
 PARTS = ("quantize", "gate_up", "down")  # enum moe_time
+STEPS, MAX_SECTIONS = 64, 1 << 14  # written down before they are added up
 
 
 class _Tagged:
     """A callable that names itself while it runs."""
 
-    def __init__(self, profiler, call, tag: str):
-        self._profiler, self._call, self._tag = profiler, call, tag
+    def __init__(self, log: list, call, inside: Mark, tag: str):
+        self._extend, self._call, self._after = log.extend, call, inside.entry
+        self._before = Mark(inside.section, inside.layer, tag).entry
 
     def __call__(self, *args, **options):
-        profiler = self._profiler
-        outer, profiler.tag = profiler.tag, self._tag
+        self._extend(self._before)
         try:
             return self._call(*args, **options)
         finally:
-            profiler.tag = outer
+            self._extend(self._after)
 
     def __getattr__(self, name):
         return getattr(self._call, name)
@@ -71,21 +75,33 @@ class Profiler:
     """
 
     def __init__(self, engine, *, trace: bool = False):
-        self.engine, self.stage, self.section, self.layer, self.tag = engine, "prefill", "", -1, ""
-        self.times: dict = defaultdict(lambda: [0, 0])
-        self.parts: dict = defaultdict(lambda: [0] * len(PARTS))
+        self.engine, self.stage, self.layer = engine, "prefill", -1
         self.python: dict = defaultdict(int)
-        self.experts_run: dict = defaultdict(int)  # (stage, layer) -> experts read by moe_experts
         self.rounds: list[dict] = []
-        self.experts: dict[int, list[int]] = {}
         self.events: list | None = [] if trace else None
         self.bytes: dict = {}  # tag's (section, layer, tag) -> (bytes read by one call, format)
         self.busy_ns: list[int] = []
+        self._calls = CallLog(len(PARTS))
+        self._extend = self._calls.log.extend
         self._restore: list = []
         self._ctx = engine.context.handle
-        self._part_ns = ffi.new("int64_t[]", len(PARTS))
-        self._last_parts = [0] * len(PARTS)
-        self._round_started, self._round_native = 0, defaultdict(int)
+        self._marks: dict[tuple[str, int], Mark] = {}
+        self.experts: dict[int, list[int]] = {}
+        self._experts: dict[int, tuple[np.ndarray, list[bytes]]] = {}  # layer -> counts, ids not counted yet
+        self.experts_run: dict = defaultdict(int)  # (stage, layer) -> experts read by moe_experts
+        self._round_started = 0
+        # What the parts have taken so far, at the beginning and at every section's end.
+        self._part_times = ffi.buffer(lib.moe_part_times(self._ctx), 8 * len(PARTS))
+        self._part_log: list[bytes] = []
+        self._ends_before = 0  # of the steps that wait
+
+    @property
+    def times(self) -> dict:
+        return self._calls.times()
+
+    @property
+    def parts(self) -> dict:
+        return self._calls.parts()
 
     # ---- attaching ----
 
@@ -101,12 +117,14 @@ class Profiler:
         self._tag_products(model, "head", -1)
         lib.observe(self._timed)
         lib.moe_timing(self._ctx, 1, ffi.NULL, ffi.NULL)
-        self.times.clear()
-        self._read_parts()
+        self._part_log[:] = [self._part_times[:]]
+        self._calls.clear()
         self._busy_before = self._busy()
         return self
 
     def __exit__(self, *exc):
+        self._fold()
+        self.experts = {layer: counts.tolist() for layer, (counts, _) in self._experts.items()}
         self.busy_ns = [b - a for a, b in zip(self._busy_before, self._busy(), strict=True)]
         lib.stop_observing()
         lib.moe_timing(self._ctx, 0, ffi.NULL, ffi.NULL)
@@ -125,27 +143,32 @@ class Profiler:
         self._restore.append((obj, name, vars(obj).get(name)))
         setattr(obj, name, value)
 
+    def _mark(self, section: str, layer: int) -> Mark:
+        return self._marks.setdefault((section, layer), Mark(section, layer))
+
     def _section(self, obj, name: str, section: str, layer: int) -> None:
-        call = getattr(obj, name)
+        call, mark, extend, end = getattr(obj, name), self._mark(section, layer).entry, self._extend, self._end_section
 
         def run(*args):
-            self.section, self.layer = section, layer
+            extend(mark)
             try:
                 return call(*args)
             finally:
-                self._end_section(section, layer)
+                end()
 
         self._replace(obj, name, run)
 
     def _block_section(self, model, name: str) -> None:
-        call, number = getattr(model, name), {id(block): n for n, block in enumerate(model.blocks)}
+        call, extend, end = getattr(model, name), self._extend, self._end_section
+        marks = {id(block): (n, self._mark(name, n).entry) for n, block in enumerate(model.blocks)}
 
         def run(block, *args):
-            self.section, self.layer = name, number[id(block)]
+            self.layer, mark = marks[id(block)]
+            extend(mark)
             try:
                 return call(block, *args)
             finally:
-                self._end_section(name, self.layer)
+                end()
 
         self._replace(model, name, run)
 
@@ -158,14 +181,15 @@ class Profiler:
         linear = getattr(obj, name)
         formats = ", ".join(dict.fromkeys(m.format or m.layout for m in linear.matrices))
         self.bytes[section, layer, tag] = (sum(m.num_bytes for m in linear.matrices), formats)
-        self._replace(obj, name, _Tagged(self, linear, tag))
+        self._replace(obj, name, _Tagged(self._calls.log, linear, self._mark(section, layer), tag))
 
     def _tag_mlp(self, mlp, n: int) -> None:
         routed, shared = getattr(mlp, "routed", None), getattr(mlp, "shared", None)
         if routed is not None:
             self._tag(routed, "router_linear", "router", "mlp", n)
-            counts = self.experts[n] = [0] * routed.num_experts
-            routed.observers.append(lambda ids, weights: self._count(counts, ids))
+            seen: list[bytes] = []
+            self._experts[n] = np.zeros(routed.num_experts, np.int64), seen
+            routed.observers.append(lambda ids, weights: seen.append(ids.tobytes()))
             self._restore_observer(routed)
         dense = mlp if routed is None else getattr(shared, "mlp", None)
         if shared is not None and getattr(shared, "gate_linear", None) is not None:
@@ -178,44 +202,64 @@ class Profiler:
     def _restore_observer(self, routed) -> None:
         self._restore.append((routed, "observers", routed.observers[:-1]))
 
-    @staticmethod
-    def _count(counts: list[int], ids) -> None:
-        for expert in ids.reshape(-1).tolist():
-            counts[expert] += 1
+    def _count(self) -> None:
+        for counts, seen in self._experts.values():
+            counts += np.bincount(np.frombuffer(b"".join(seen), np.int32), minlength=len(counts))
+            seen.clear()
 
     # ---- recording ----
 
     def _timed(self, name: str, function):
-        clock, times = time.perf_counter_ns, self.times
+        """A function that keeps (name, start, end) of every call; what that means is worked out between steps."""
+        clock, extend, run = time.perf_counter_ns, self._extend, self.experts_run
 
         def call(*args):
             started = clock()
             result = function(*args)
-            spent = clock() - started
-            entry = times[self.stage, self.section, self.layer, self.tag, name]
-            entry[0] += spent
-            entry[1] += 1
-            self._round_native[self.section] += spent
-            if name == "moe_experts":
-                self.experts_run[self.stage, self.layer] += args[NUM_EXPERTS_ARGUMENT]
-            if self.events is not None:
-                self.events.append((self.tag or name.removeprefix("moe_"), self.section, started, spent, self.layer))
+            extend((name, started, clock()))
             return result
 
-        return call if name.startswith("moe_") and name not in UNTIMED else function
+        def experts(*args):
+            run[self.stage, self.layer] += args[NUM_EXPERTS_ARGUMENT]
+            return call(*args)
 
-    def _read_parts(self) -> list[int]:
-        lib.moe_timing(self._ctx, 1, self._part_ns, ffi.NULL)
-        now = list(self._part_ns)
-        delta = [b - a for a, b in zip(self._last_parts, now, strict=True)]
-        self._last_parts = now
-        return delta
+        if not name.startswith("moe_") or name in UNTIMED:
+            return function
+        return experts if name == "moe_experts" else call
 
-    def _end_section(self, section: str, layer: int) -> None:
-        total = self.parts[self.stage, section, layer]
-        for i, ns in enumerate(self._read_parts()):
-            total[i] += ns
-        self.section, self.layer = "", -1
+    def _end_section(self) -> None:
+        self._extend(OUTSIDE.entry)
+        self._part_log.append(self._part_times[:])
+        if len(self._part_log) > MAX_SECTIONS:  # of a long prefill
+            self._fold()
+
+    def _cut(self, owner: dict | None = None) -> None:
+        """A step ends; owner: the round that it was."""
+        ends = len(self._part_log) - 1
+        waiting = self._calls.cut(self.stage, ends - self._ends_before, owner)
+        self._ends_before = ends
+        if waiting >= STEPS:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Add up what was written down since the last time."""
+        self._calls.cut(self.stage, len(self._part_log) - 1 - self._ends_before, None)
+        parts = np.frombuffer(b"".join(self._part_log), np.int64).reshape(-1, len(PARTS))
+        found = self._calls.fold(np.diff(parts, axis=0))
+        self._part_log[:] = self._part_log[-1:]
+        self._ends_before = 0
+        for kind, owners, begun, spent in found:
+            for owner, native in zip(owners, kind.by_section(spent), strict=True):
+                if owner is not None:
+                    owner["native"] = native
+            if self.events is not None:
+                self._add_events(kind, begun, spent)
+        self._count()
+
+    def _add_events(self, kind, begun: np.ndarray, spent: np.ndarray) -> None:
+        for starts, times in zip(begun.tolist(), spent.tolist(), strict=True):
+            for (section, layer, tag, name), start, ns in zip(kind.keys, starts, times, strict=True):
+                self.events.append((tag or name.removeprefix("moe_"), section, start, ns, layer))
 
     def _busy(self) -> list[int]:
         found = ffi.new("int64_t[]", self.engine.context.num_threads)
@@ -228,8 +272,8 @@ class Profiler:
 
     def begin_round(self, position: int) -> int:
         """A decode round begins; the first one ends the prefill."""
+        self._cut()
         self.stage, self._position = "decode", position
-        self._round_native = defaultdict(int)
         self._round_started = time.perf_counter_ns()
         return self._round_started
 
@@ -237,6 +281,6 @@ class Profiler:
         stream = getattr(self.engine, "stream", None)
         self.rounds.append({
             "start": self._round_started, "end": time.perf_counter_ns(), "rows": rows, "tokens": tokens,
-            "position": self._position, "native": dict(self._round_native),
-            "stream": stream.cache.stats() if stream else None,
+            "position": self._position, "native": {}, "stream": stream.cache.stats() if stream else None,
         })  # fmt: skip
+        self._cut(self.rounds[-1])

@@ -132,12 +132,30 @@ class Metadata(Mapping):
         if kind != _ARRAY:
             return cursor.scalar(kind, key)
         item, count = cursor.scalar(4, key), cursor.scalar(10, key)
-        if item in (_STRING, _ARRAY):
+        if item == _STRING:
+            return self._texts(cursor, count, key)
+        if item == _ARRAY:
             return [self._decode(item, cursor, key) for _ in range(count)]
         dtype = np.dtype(_SCALARS[item])
         values = np.frombuffer(self._data, dtype, count, cursor.position).tolist()
         cursor.position += count * dtype.itemsize
         return values
+
+    def _texts(self, cursor: _Cursor, count: int, key: str) -> list[str]:
+        """`count` texts; the walk at open found their ends. Vocabularies have a hundred thousand."""
+        unpack, data, position, found = struct.Struct("<Q").unpack_from, self._data, cursor.position, []
+        for _ in range(count):
+            start = position + 8
+            position = start + unpack(data, position)[0]
+            if position - start > _MAX_TEXT_BYTES:
+                _Cursor(self._path, data, start - 8).text(key, _MAX_TEXT_BYTES)  # which says so
+            raw = data[start:position]
+            try:
+                found.append(raw.decode())
+            except UnicodeDecodeError:
+                self._utf8(raw, key)  # which says what is wrong
+        cursor.position = position
+        return found
 
     def _utf8(self, raw: bytes, key: str) -> str:
         try:
