@@ -44,8 +44,8 @@ class _TimedSpeculator:
     def __init__(self, profiler, speculator):
         self._profiler, self._speculator, self.stats = profiler, speculator, speculator.stats
 
-    def start(self, experts_used):
-        self._speculator.start(experts_used)
+    def start(self, *args):
+        self._speculator.start(*args)
 
     def window(self, text, room):
         profiler = self._profiler
