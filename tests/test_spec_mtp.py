@@ -142,6 +142,25 @@ def test_the_layers_cache_follows_the_text(load, name, monkeypatch):
     np.testing.assert_array_equal(drafted(refused, ids), want)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_going_back_past_a_hidden_state_that_is_gone_skips_its_place(load, name):
+    """Of a text that parts from the former at `back`: pairs before back - 1 stay, the next place is pair back's."""
+    loaded, back = load(name), 12
+    old, new = np.array(IDS, np.int32), np.array([*IDS[:back], *IDS[:8]], np.int32)
+    layer, model = loaded.model.mtp, loaded.model
+    kv = loaded.new_kv()
+    model.forward(old[:-1], kv, 0)
+    kv.follower.run(int(old[-1]))
+    model.forward(new[back:-1], kv, back)
+    got = kv.follower.run(int(new[-1]))[1].copy()
+    whole = loaded.new_kv()
+    model.forward(new[:-1], whole, 0)
+    pairs = [*range(back - 1), *range(back, len(new) - 1)]
+    state = whole.follower
+    want = layer.forward(state._hidden[pairs], new[1:][pairs], state.kv, 0)[1]
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_session_that_goes_back_or_is_restored_still_gets_drafts(load, tmp_path):
     """A hidden state that is gone costs the layer one place of its context; a restored cache costs it what came before.
     The text is that of plain decode either way, and right drafts are right again."""
@@ -179,6 +198,24 @@ def test_a_layer_with_a_value_that_is_not_finite_stops_drafting(load, monkeypatc
     assert stats.drafted == 0
     with pytest.raises(NumericsError, match="layer 3"):
         loaded.model.mtp.forward(np.ones((1, 64), np.float32), np.array([5], np.int32), loaded.new_kv().follower.kv, 0)
+
+
+@pytest.mark.parametrize("slots", [None, 13])
+def test_a_window_that_is_cut_short_leaves_the_hidden_states_of_its_rows(load, slots):
+    """And the layer's own experts are not asked about rows."""
+    loaded = load("glm4_moe", expert_slots=slots)
+    kv, model, asked = loaded.new_kv(), loaded.model, []
+
+    def two_rows(block, ids):
+        asked.append(block.name)
+        return 2
+
+    model.forward(np.array(IDS[:10], np.int32), kv, 0)
+    kv.follower.run(IDS[10])
+    logits = model.forward(np.array(IDS[10:14], np.int32), kv, 10, "all", two_rows)
+    assert len(logits) == kv.follower.count == 2
+    kv.follower.run(IDS[12])
+    assert "layer 3" not in asked and "layer 2" in asked
 
 
 def test_figures_are_of_the_models_own_layers(load):
