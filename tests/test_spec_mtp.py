@@ -187,6 +187,8 @@ def test_a_session_that_goes_back_or_is_restored_still_gets_drafts(load, tmp_pat
     assert spoken.stats.reused_tokens == len(prompt) - 1
     assert spoken.token_ids == speak(prompt, Session(loaded), 0).token_ids
     assert spoken.stats.spec.accepted == spoken.stats.spec.drafted > 0
+    restored.kv.restore(3)  # of another text, perhaps
+    assert restored.kv.follower.first == restored.kv.follower.count == 0
 
 
 def test_a_layer_with_a_value_that_is_not_finite_stops_drafting(load, monkeypatch):
