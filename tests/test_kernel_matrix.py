@@ -2,6 +2,7 @@
 
 Regenerate with: python tests/test_kernel_matrix.py > tests/data/kernel_matrix.txt"""
 
+import re
 import sys
 from pathlib import Path
 
@@ -48,6 +49,19 @@ def test_no_own_table_has_an_empty_slot():
             check = t.cdata.check_group if group else t.cdata.check_row
             assert encode and t.cdata.layout and t.cdata.block_bytes, (t.name, t.tier)
             assert check or t.tier != "scalar", t.name
+
+
+def test_own_codecs_of_vector_tiers_are_written_for_them():
+    """Portable C that is compiled once more for a tier is no code of its own: its source has the tier's registers."""
+    native = Path(__file__).parent.parent / "native" / "formats"
+    exported = {
+        name: text
+        for text in (p.read_text() for p in native.glob("*.c"))
+        for name in re.findall(r"EXPORT_FORMAT\((\w+)", text)
+    }
+    for t in kernels.formats():
+        if t.tier != "scalar" and not t.same_as:
+            assert re.search(r"__m(256|512)i|dwords4\(", exported[t.name.replace("-", "_")]), (t.name, t.tier)
 
 
 def test_reused_tables_say_why_and_lead_to_code():

@@ -18,13 +18,47 @@
  *   At most 20 steps; the z with the smallest squared error is kept, and a column stops when its error grows. So the
  *   result is never worse than the start. Constant columns: s = |W|, exact but for the rounding to fp16. */
 #include "../layouts/hqq5.h"
-#include "strip.h"
+#include "rows8.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_EXPORT_FORMAT(hqq5_ax0_g32, .name = "hqq5-ax0-g32", .same_as = "avx2", .why = ROWS8_REASON);
+#else
 
 MOE_INLINE size_t code_row_bytes(int cols) { return (size_t)cols / 32 * 20; }
 /* Offset of the scales of a group; the zeros follow after `cols` of them. */
 MOE_INLINE size_t meta_at(int rows, int cols, int group) {
     return (size_t)rows * code_row_bytes(cols) + (size_t)group * (size_t)cols * 4;
 }
+
+/* Planes of one block of one row, or of eight rows that lie `stride` bytes apart. */
+#if MOE_TIER_ID == MOE_SCALAR
+enum { ROWS_AT_ONCE = 1 };
+MOE_INLINE void encode_block(uint8_t *out, const uint8_t *code, size_t stride) {
+    uint32_t set[8], plane[5], fifth = get32(code + 16);
+    (void)stride;
+    for (int g = 0; g < 4; g++) {
+        uint32_t q = get32(code + 4 * g);
+        set[g] = q & 0x0f0f0f0f;
+        set[g + 4] = q >> 4 & 0x0f0f0f0f;
+    }
+    /* Four bits spread to bit 4 of four bytes. */
+    for (int g = 0; g < 8; g++) set[g] |= ((fifth >> 4 * g & 15) * 0x00204081u & 0x01010101u) << 4;
+    hqq5_pack(plane, set);
+    for (int i = 0; i < 5; i++) put32(out + i * HQQ5_PLANE, plane[i]);
+}
+#else
+enum { ROWS_AT_ONCE = 8 };
+MOE_INLINE __m256i or3(__m256i a, __m256i b, __m256i c) { return _mm256_or_si256(_mm256_or_si256(a, b), c); }
+MOE_INLINE void encode_block(uint8_t *out, const uint8_t *code, size_t stride) { /* hqq5_pack of every lane */
+    __m256i q[4], high[4], set[8];
+    dwords4(q, code, stride);
+    dwords4(high, code + 4, stride); /* the fifth bits are [3] */
+    for (int g = 0; g < 8; g++)
+        set[g] = _mm256_or_si256(bits8(q[g % 4], g < 4 ? 0 : 4, 0x0f), bits8(spread4(high[3], g), 0, 0x10));
+    for (int i = 0; i < 3; i++) put_lanes(out + i * HQQ5_PLANE, _mm256_or_si256(set[i], bits8(set[5 + i], -5, 0xe0)));
+    put_lanes(out + 3 * HQQ5_PLANE, or3(set[3], bits8(set[5], -2, 0x60), bits8(set[7], -4, 0x80)));
+    put_lanes(out + 4 * HQQ5_PLANE, or3(set[4], bits8(set[6], -2, 0x60), bits8(set[7], -3, 0x80)));
+}
+#endif
 
 static void encode_group(void *strip, const void *matrix, int rows, int cols, int group) {
     const uint8_t *in = (const uint8_t *)matrix, *scales = in + meta_at(rows, cols, group);
@@ -35,21 +69,11 @@ static void encode_group(void *strip, const void *matrix, int rows, int cols, in
         __builtin_memcpy(block, scales + 64 * (size_t)b, 64);
         __builtin_memcpy(block + 64, zeros + 64 * (size_t)b, 64);
     }
-    for (int r = 0; r < HQQ5_ROWS; r++) {
+    for (int r = 0; r < HQQ5_ROWS; r += ROWS_AT_ONCE) {
         const uint8_t *code = in + (size_t)(group + r * stride) * code_row_bytes(cols);
         uint8_t *out = (uint8_t *)strip + HQQ5_META + 4 * r;
-        for (int b = 0; b < cols / 32; b++, code += 20, out += HQQ5_BLOCK) {
-            uint32_t set[8], plane[5], fifth = get32(code + 16);
-            for (int g = 0; g < 4; g++) {
-                uint32_t q = get32(code + 4 * g);
-                set[g] = q & 0x0f0f0f0f;
-                set[g + 4] = q >> 4 & 0x0f0f0f0f;
-            }
-            /* Four bits spread to bit 4 of four bytes. */
-            for (int g = 0; g < 8; g++) set[g] |= ((fifth >> 4 * g & 15) * 0x00204081u & 0x01010101u) << 4;
-            hqq5_pack(plane, set);
-            for (int i = 0; i < 5; i++) put32(out + i * HQQ5_PLANE, plane[i]);
-        }
+        for (int b = 0; b < cols / 32; b++, code += 20, out += HQQ5_BLOCK)
+            encode_block(out, code, (size_t)stride * code_row_bytes(cols));
     }
 }
 
@@ -186,9 +210,8 @@ static int check_group(const void *matrix, int rows, int cols, int group) {
 MOE_EXPORT_FORMAT(hqq5_ax0_g32, .name = "hqq5-ax0-g32", .version = 1, .block_len = 32, .block_bytes = 24,
                   .layout = "hqq5_ax0", .group_rows = HQQ5_ROWS, .encode_group = encode_group,
                   .quantize_group = quantize_group, .check_group = check_group);
-#elif MOE_TIER_ID == MOE_AVX2 || MOE_TIER_ID == MOE_AVX512
+#else
 MOE_EXPORT_FORMAT(hqq5_ax0_g32, .name = "hqq5-ax0-g32", .version = 1, .block_len = 32, .block_bytes = 24,
                   .layout = "hqq5_ax0", .group_rows = HQQ5_ROWS, .encode_group = encode_group);
-#else
-#error "hqq5-ax0-g32: no codec for this tier; write one or state MOE_FORMAT_SAME_AS with a reason"
+#endif
 #endif

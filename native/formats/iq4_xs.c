@@ -11,35 +11,43 @@
  * Quantizer: per sub-block the scale that a weighted least-squares fit prefers among codebook placements, then the
  * sub-scales on a common d, then the best of the neighbouring sub-scales. Relative RMS error on Gaussian data: see
  * engine/formats/iq4_xs.py. */
-#include "strip.h"
+#include "rows8.h"
 #include "iq4.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_FORMAT_SAME_AS(iq4_xs, avx2, ROWS8_REASON);
+#else
 struct block { uint8_t d[2]; uint8_t scales_h[2]; uint8_t scales_l[4]; uint8_t q[128]; };
 _Static_assert(sizeof(struct block) == 136, "iq4_xs block");
 
+#if MOE_TIER_ID == MOE_SCALAR
+static void unpack(struct strip_super *u, const uint8_t *block) {
+    const struct block *b = (const void *)block;
+    uint32_t high = get16(b->scales_h), low = get32(b->scales_l);
+    u->d = get16(b->d);
+    for (int p = 0; p < 8; p++) u->sub[p] = (int8_t)((int)((low >> 4 * p & 15) | (high >> 2 * p & 3) << 4) - 32);
+    for (int p = 0; p < 8; p++) split_nibbles(u->code + 32 * p, u->code + 32 * p + 16, b->q + 16 * p, 16);
+}
+#else
+MOE_INLINE void block8(uint8_t *scales, uint8_t *code, const uint8_t *p, size_t stride) {
+    __m256i head[4];
+    dwords4(head, p, stride);
+    __m256i high = _mm256_srli_epi32(head[0], 16), even, odd;
+    high = _mm256_and_si256(_mm256_or_si256(high, _mm256_slli_epi32(high, 8)), _mm256_set1_epi32(0x00ff00ff));
+    high = _mm256_or_si256(high, _mm256_slli_epi32(high, 4)); /* byte k: two bits of sub-scales 2k and 2k + 1 */
+    even = _mm256_or_si256(bits8(head[1], 0, 0x0f), bits8(high, -4, 0x30));
+    odd = _mm256_or_si256(bits8(head[1], 4, 0x0f), bits8(high, -2, 0x30));
+    even = by_byte(_mm256_sub_epi8(even, _mm256_set1_epi8(32)));
+    odd = by_byte(_mm256_sub_epi8(odd, _mm256_set1_epi8(32)));
+    __m256i first = _mm256_unpacklo_epi64(even, odd), second = _mm256_unpackhi_epi64(even, odd); /* 0 1 4 5, 2 3 6 7 */
+    put_low_half(scales, head[0]);
+    put_lanes(scales + 16, _mm256_permute2x128_si256(first, second, 0x20));
+    put_lanes(scales + 48, _mm256_permute2x128_si256(first, second, 0x31));
+    for (int i = 0; i < 8; i++) put_nib8_block(code + 128 * i, p + 8 + 16 * i, stride);
+}
+static const struct block absent = {.scales_h = {0xaa, 0xaa}, .q = {[0 ... 127] = 0x88}};
+#endif
 static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
-    uint8_t *scales = (uint8_t *)strip;
-    size_t used = (size_t)(cols / 256) * 80;
-    uint8_t *code = scales + moe_round64(used);
-    clear(scales + used, moe_round64(used) - used);
-    for (int i = 0; i < cols / 256; i++) {
-        uint8_t *sc = scales + 80 * (size_t)i;
-        struct block zero = {.scales_h = {0xaa, 0xaa}}; /* every ls 32: sub-scale 0 */
-        const uint8_t *q[8];
-        for (int k = 0; k < 128; k++) zero.q[k] = 0x88;
-        for (int r = 0; r < 8; r++) {
-            const struct block *b = (const void *)((const char *)rows + (size_t)r * row_bytes);
-            b = r < num_rows ? b + i : &zero;
-            uint32_t high = get16(b->scales_h), low = get32(b->scales_l);
-            put16(sc + 2 * r, get16(b->d));
-            for (int p = 0; p < 8; p++)
-                sc[16 + 8 * p + r] = (uint8_t)((int)((low >> 4 * p & 15) | (high >> 2 * p & 3) << 4) - 32);
-            q[r] = b->q;
-        }
-        for (int p = 0; p < 8; p++) {
-            put_nib8_rows(code + 1024 * (size_t)i + 128 * p, q);
-            for (int r = 0; r < 8; r++) q[r] += 16;
-        }
-    }
+    ENCODE_SUPERS(.block_bytes = 136, .subs = 8, .bits = 4, .zero = 8);
 }
 
 #if MOE_TIER_ID == MOE_SCALAR
@@ -89,9 +97,8 @@ static int check_row(const void *blocks, int cols) {
 
 MOE_EXPORT_FORMAT(iq4_xs, .version = 1, .block_len = 256, .block_bytes = 136, .layout = "nib8_iq4_xs",
                   .encode_strip = encode_strip, .quantize_row = quantize_row, .check_row = check_row);
-#elif MOE_TIER_ID == MOE_AVX2 || MOE_TIER_ID == MOE_AVX512
+#else
 MOE_EXPORT_FORMAT(iq4_xs, .version = 1, .block_len = 256, .block_bytes = 136, .layout = "nib8_iq4_xs",
                   .encode_strip = encode_strip);
-#else
-#error "iq4_xs: no codec for this tier; write one or state MOE_FORMAT_SAME_AS with a reason"
+#endif
 #endif

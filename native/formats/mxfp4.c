@@ -8,18 +8,30 @@
  * finite scale (0 and 1 are subnormal), so there is nothing to refuse.
  * Quantizer: e = floor(log2 max|x|) - 2 + 127, then the nearest T (the lower code on a tie); byte-equal to
  * gguf.quants, whose log2 is rounded to float32 before the floor; exponents below 0 become 0. */
-#include "strip.h"
+#include "rows8.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_FORMAT_SAME_AS(mxfp4, avx2, ROWS8_REASON);
+#else
 struct block { uint8_t e; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 17, "mxfp4 block");
 
+#if MOE_TIER_ID == MOE_SCALAR
 static void unpack(struct strip_unit *u, const uint8_t *block) {
     const struct block *b = (const void *)block;
     u->scale[0][0] = b->e;
     split_nibbles(u->code, u->code + 16, b->q, 16);
 }
+#else
+MOE_INLINE void block8(uint8_t *scales, uint8_t *code, const uint8_t *p, size_t stride) {
+    __m256i t[4];
+    dwords4(t, p, stride);
+    put_byte(scales, t[0]);
+    put_nib8_block(code, p + 1, stride);
+}
+static const struct block absent = {.q = {0}};
+#endif
 static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
-    const struct unit_spec s = {.cols = 32, .block_bytes = 17, .spans = 1, .scale_bytes = 1, .bits = 4};
-    encode_units(s, strip, rows, row_bytes, num_rows, cols, unpack);
+    ENCODE_UNITS(.cols = 32, .block_bytes = 17, .spans = 1, .scale_bytes = 1, .bits = 4);
 }
 #if MOE_TIER_ID == MOE_SCALAR
 static const float table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -63,3 +75,4 @@ SCALAR_ONLY(static int check_row(const void *blocks, int cols) { (void)blocks; (
 
 MOE_EXPORT_FORMAT(mxfp4, .version = 1, .block_len = 32, .block_bytes = 17, .layout = "nib8_mxfp4",
                   .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
+#endif

@@ -8,24 +8,30 @@
  * Quantizer: d = m / -8 with m the value of largest magnitude (the first of several), q = trunc(x / d + 8.5) at most
  * 15; byte-equal to gguf.quants. */
 #include "block32.h"
+#include "rows8.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_FORMAT_SAME_AS(q4_0, avx2, ROWS8_REASON);
+#else
 struct block { uint8_t d[2]; uint8_t q[16]; };
 _Static_assert(sizeof(struct block) == 18, "q4_0 block");
 
+#if MOE_TIER_ID == MOE_SCALAR
+static void unpack(struct strip_unit *u, const uint8_t *block) {
+    const struct block *b = (const void *)block;
+    put16(u->scale[0], get16(b->d));
+    split_nibbles(u->code, u->code + 16, b->q, 16);
+}
+#else
+MOE_INLINE void block8(uint8_t *scales, uint8_t *code, const uint8_t *p, size_t stride) {
+    __m256i t[4];
+    dwords4(t, p, stride);
+    put_low_half(scales, t[0]);
+    put_nib8_block(code, p + 2, stride);
+}
+static const struct block absent = {.q = {[0 ... 15] = 0x88}};
+#endif
 static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
-    uint8_t *scales = (uint8_t *)strip, *code = scales + moe_round64((size_t)cols / 2);
-    clear(scales + cols / 2, moe_round64((size_t)cols / 2) - (size_t)cols / 2);
-    static const struct block zero = {{0, 0}, {0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88,
-                                               0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88}};
-    for (int i = 0; i < cols / 32; i++) {
-        const uint8_t *q[8];
-        for (int r = 0; r < 8; r++) {
-            const struct block *b = (const void *)((const char *)rows + (size_t)r * row_bytes);
-            b = r < num_rows ? b + i : &zero;
-            put16(scales + 16 * i + 2 * r, get16(b->d));
-            q[r] = b->q;
-        }
-        put_nib8_rows(code + 128 * (size_t)i, q);
-    }
+    ENCODE_UNITS(.cols = 32, .block_bytes = 18, .spans = 1, .scale_bytes = 2, .bits = 4, .zero = 8);
 }
 
 #if MOE_TIER_ID == MOE_SCALAR
@@ -47,9 +53,8 @@ static int check_row(const void *blocks, int cols) {
 
 MOE_EXPORT_FORMAT(q4_0, .version = 1, .block_len = 32, .block_bytes = 18, .layout = "nib8_q4_0",
                   .encode_strip = encode_strip, .quantize_row = quantize_row, .check_row = check_row);
-#elif MOE_TIER_ID == MOE_AVX2 || MOE_TIER_ID == MOE_AVX512
+#else
 MOE_EXPORT_FORMAT(q4_0, .version = 1, .block_len = 32, .block_bytes = 18, .layout = "nib8_q4_0",
                   .encode_strip = encode_strip);
-#else
-#error "q4_0: no codec for this tier; write one or state MOE_FORMAT_SAME_AS with a reason"
+#endif
 #endif

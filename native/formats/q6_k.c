@@ -9,10 +9,14 @@
  * Produced by GGUF quantizers. Layout byte8_q6_k (q - 32 as int8), lossless: 210 bytes become 274.
  * Quantizer: per 16 the scale that a weighted least-squares fit prefers among several placements, int8 sub-scales on a
  * common d with their neighbours tried, then the codes. */
-#include "strip.h"
+#include "rows8.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_FORMAT_SAME_AS(q6_k, avx2, ROWS8_REASON);
+#else
 struct block { uint8_t low[128]; uint8_t high[64]; int8_t scales[16]; uint8_t d[2]; };
 _Static_assert(sizeof(struct block) == 210, "q6_k block");
 
+#if MOE_TIER_ID == MOE_SCALAR
 static void unpack(struct strip_super *u, const uint8_t *block) {
     const struct block *b = (const void *)block;
     u->d = get16(b->d);
@@ -26,9 +30,30 @@ static void unpack(struct strip_super *u, const uint8_t *block) {
             }
     }
 }
+#else
+MOE_INLINE void block8(uint8_t *scales, uint8_t *code, const uint8_t *p, size_t stride) {
+    __m256i s[4];
+    dwords4(s, p + 194, stride);
+    put_high_half(scales, s[3]);
+    dwords4(s, p + 192, stride);
+    for (int j = 0; j < 4; j++) put_bytes4(scales + 16 + 32 * j, s[j]);
+    for (int part = 0; part < 4; part++) { /* half of the bytes of high pairs of 128 values */
+        __m256i q[8], high[4];
+        dwords4(q, p + 64 * (part / 2) + 16 * (part % 2), stride);
+        dwords4(q + 4, p + 64 * (part / 2) + 16 * (part % 2) + 32, stride);
+        dwords4(high, p + 128 + 16 * part, stride);
+        for (int k = 0; k < 4; k++)
+            for (int j = 0; j < 4; j++) {
+                __m256i c = _mm256_or_si256(bits8(q[k % 2 * 4 + j], k / 2 * 4, 0x0f), bits8(high[j], 2 * k - 4, 0x30));
+                put_lanes(code + 1024 * (part / 2) + 256 * k + 128 * (part % 2) + 32 * j,
+                          _mm256_sub_epi8(c, _mm256_set1_epi8(32)));
+            }
+    }
+}
+static const struct block absent = {.high = {[0 ... 63] = 0xaa}};
+#endif
 static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
-    const struct super_spec s = {.block_bytes = 210, .subs = 16, .bits = 8};
-    encode_supers(s, strip, rows, row_bytes, num_rows, cols, unpack);
+    ENCODE_SUPERS(.block_bytes = 210, .subs = 16, .bits = 8);
 }
 #if MOE_TIER_ID == MOE_SCALAR
 /* Weighted error of 16 values at one scale, codes -32..31. */
@@ -100,3 +125,4 @@ SCALAR_ONLY(static int check_row(const void *blocks, int cols) { return check_f1
 
 MOE_EXPORT_FORMAT(q6_k, .version = 1, .block_len = 256, .block_bytes = 210, .layout = "byte8_q6_k",
                   .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
+#endif

@@ -6,23 +6,31 @@
  *
  * Produced by every GGUF quantizer (|q| <= 127; a file may hold -128). Layout byte8_q8_0, lossless: 34 bytes stay 34.
  * Quantizer: d = max|x| / 127, q = x * (1 / d) rounded half away from zero; byte-equal to gguf.quants. */
-#include "strip.h"
+#include "rows8.h"
+#if MOE_TIER_ID == MOE_AVX512
+MOE_FORMAT_SAME_AS(q8_0, avx2, ROWS8_REASON);
+#else
 struct block { uint8_t d[2]; int8_t q[32]; };
 _Static_assert(sizeof(struct block) == 34, "q8_0 block");
 
+#if MOE_TIER_ID == MOE_SCALAR
+static void unpack(struct strip_unit *u, const uint8_t *block) {
+    const struct block *b = (const void *)block;
+    put16(u->scale[0], get16(b->d));
+    for (int c = 0; c < 32; c++) u->code[c] = (uint8_t)b->q[c];
+}
+#else
+MOE_INLINE void block8(uint8_t *scales, uint8_t *code, const uint8_t *p, size_t stride) {
+    __m256i s[4], t[8];
+    dwords4(s, p, stride);
+    put_low_half(scales, s[0]);
+    dwords8(t, p + 2, stride);
+    for (int g = 0; g < 8; g++) put_lanes(code + 32 * g, t[g]);
+}
+static const struct block absent = {.q = {0}};
+#endif
 static void encode_strip(void *strip, const void *rows, size_t row_bytes, int num_rows, int cols) {
-    uint8_t *scales = (uint8_t *)strip, *code = scales + moe_round64((size_t)cols / 2);
-    clear(scales + cols / 2, moe_round64((size_t)cols / 2) - (size_t)cols / 2);
-    for (int r = 0; r < 8; r++) {
-        static const struct block zero;
-        const struct block *b = (const void *)((const char *)rows + (size_t)r * row_bytes);
-        for (int i = 0; i < cols / 32; i++) {
-            const struct block *from = r < num_rows ? &b[i] : &zero;
-            put16(scales + 16 * i + 2 * r, get16(from->d));
-            for (int g = 0; g < 8; g++)
-                put32(code + 256 * (size_t)i + 32 * g + 4 * r, get32((const uint8_t *)from->q + 4 * g));
-        }
-    }
+    ENCODE_UNITS(.cols = 32, .block_bytes = 34, .spans = 1, .scale_bytes = 2, .bits = 8);
 }
 
 #if MOE_TIER_ID == MOE_SCALAR
@@ -59,9 +67,8 @@ static int check_row(const void *blocks, int cols) {
 
 MOE_EXPORT_FORMAT(q8_0, .version = 1, .block_len = 32, .block_bytes = 34, .layout = "byte8_q8_0",
                   .encode_strip = encode_strip, .quantize_row = quantize_row, .check_row = check_row);
-#elif MOE_TIER_ID == MOE_AVX2 || MOE_TIER_ID == MOE_AVX512
+#else
 MOE_EXPORT_FORMAT(q8_0, .version = 1, .block_len = 32, .block_bytes = 34, .layout = "byte8_q8_0",
                   .encode_strip = encode_strip);
-#else
-#error "q8_0: no codec for this tier; write one or state MOE_FORMAT_SAME_AS with a reason"
+#endif
 #endif
