@@ -47,7 +47,6 @@ MOE_INLINE void encode_block(uint8_t *out, const uint8_t *code, size_t stride) {
 }
 #else
 enum { ROWS_AT_ONCE = 8 };
-MOE_INLINE __m256i or3(__m256i a, __m256i b, __m256i c) { return _mm256_or_si256(_mm256_or_si256(a, b), c); }
 MOE_INLINE void encode_block(uint8_t *out, const uint8_t *code, size_t stride) { /* hqq5_pack of every lane */
     __m256i q[4], high[4], set[8];
     dwords4(q, code, stride);

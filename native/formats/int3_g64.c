@@ -22,10 +22,10 @@ static void unpack(struct strip_unit *u, const uint8_t *block) {
         u->code[k] = (uint8_t)((b->low[k / 4] >> 2 * (k % 4) & 3) | (b->high[k / 8] >> k % 8 & 1) << 2);
 }
 #else
-/* Sixteen columns, two groups of eight. In each half of a lane of `low`, nibbles 0 and 1 are the first four columns, 2 and
- * 3 the others, which belong into the high nibbles of a strip: with 1 and 2 exchanged, the fields of two bits go apart
- * over two bytes each. The third bits of the groups are bytes 2 * odd and 2 * odd + 1 of `high`: bits 0, 4 go to byte 0,
- * 1, 5 to byte 1, moved by a product, 2, 6 and 3, 7 likewise to the upper half. */
+/* Sixteen columns, two groups of eight. In each half of a lane of `low`, nibbles 0 and 1 are the first four columns, 2
+ * and 3 the others, which belong into the high nibbles of a strip: with 1 and 2 exchanged, the fields of two bits go
+ * apart over two bytes each. The third bits of the groups are bytes 2 * odd and 2 * odd + 1 of `high`: bits 0, 4 go to
+ * byte 0, 1, 5 to byte 1, moved by a product, 2, 6 and 3, 7 likewise to the upper half. */
 MOE_INLINE void put_groups(uint8_t *code, __m256i low, __m256i high, int odd) {
     const __m256i middle = _mm256_set1_epi16(0x00f0), keep = _mm256_set1_epi32((int)0x00cc0033);
     const __m256i spread = _mm256_set1_epi32((int)0x00810204); /* 1 << 7 | 1, 1 << 9 | 1 << 2 */
@@ -86,6 +86,7 @@ static int check_row(const void *blocks, int cols) {
 }
 #endif
 
-MOE_EXPORT_FORMAT(int3_g64, .name = "int3-g64", .version = 1, .block_len = 64, .block_bytes = 28, .layout = "nib8_int3_g64",
-                  .encode_strip = encode_strip, SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
+MOE_EXPORT_FORMAT(int3_g64, .name = "int3-g64", .version = 1, .block_len = 64, .block_bytes = 28,
+                  .layout = "nib8_int3_g64", .encode_strip = encode_strip,
+                  SCALAR_ONLY(.quantize_row = quantize_row, .check_row = check_row));
 #endif

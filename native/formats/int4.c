@@ -14,7 +14,8 @@ MOE_EXPORT_FORMAT(int4_g128, .name = "int4-g128", .same_as = "avx2", .why = ROWS
 #else
 
 MOE_INLINE struct unit_spec spec(int group) {
-    return (struct unit_spec){.cols = group, .block_bytes = 4 + group / 2, .spans = 1, .scale_bytes = 4, .bits = 4, .zero = 8};
+    return (struct unit_spec){
+        .cols = group, .block_bytes = 4 + group / 2, .spans = 1, .scale_bytes = 4, .bits = 4, .zero = 8};
 }
 #if MOE_TIER_ID == MOE_SCALAR
 MOE_INLINE void unpack(struct strip_unit *u, const uint8_t *block, int group) {
@@ -25,7 +26,8 @@ MOE_INLINE void unpack(struct strip_unit *u, const uint8_t *block, int group) {
     }
 }
 #else
-/* Nibbles 0 .. 7 of a lane to the order 0 4 1 5 2 6 3 7: bytes 1 and 2 exchanged, then the middle nibbles of each half. */
+/* Nibbles 0 .. 7 of a lane to the order 0 4 1 5 2 6 3 7: bytes 1 and 2 exchanged, then the middle nibbles of each
+ * half. */
 MOE_INLINE __m256i interleave8(__m256i v) {
     const __m256i swap = _mm256_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15,
                                           0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
@@ -94,11 +96,13 @@ CODEC(32)
 CODEC(64)
 CODEC(128)
 
-MOE_EXPORT_FORMAT(int4_g32, .name = "int4-g32", .version = 1, .block_len = 32, .block_bytes = 20, .layout = "nib8_int4_g32",
-                  .encode_strip = encode_strip_32, SCALAR_ONLY(.quantize_row = quantize_row_32, .check_row = check_row_32));
-MOE_EXPORT_FORMAT(int4_g64, .name = "int4-g64", .version = 1, .block_len = 64, .block_bytes = 36, .layout = "nib8_int4_g64",
-                  .encode_strip = encode_strip_64, SCALAR_ONLY(.quantize_row = quantize_row_64, .check_row = check_row_64));
-MOE_EXPORT_FORMAT(int4_g128, .name = "int4-g128", .version = 1, .block_len = 128, .block_bytes = 68, .layout = "nib8_int4_g128",
-                  .encode_strip = encode_strip_128,
+MOE_EXPORT_FORMAT(int4_g32, .name = "int4-g32", .version = 1, .block_len = 32, .block_bytes = 20,
+                  .layout = "nib8_int4_g32", .encode_strip = encode_strip_32,
+                  SCALAR_ONLY(.quantize_row = quantize_row_32, .check_row = check_row_32));
+MOE_EXPORT_FORMAT(int4_g64, .name = "int4-g64", .version = 1, .block_len = 64, .block_bytes = 36,
+                  .layout = "nib8_int4_g64", .encode_strip = encode_strip_64,
+                  SCALAR_ONLY(.quantize_row = quantize_row_64, .check_row = check_row_64));
+MOE_EXPORT_FORMAT(int4_g128, .name = "int4-g128", .version = 1, .block_len = 128, .block_bytes = 68,
+                  .layout = "nib8_int4_g128", .encode_strip = encode_strip_128,
                   SCALAR_ONLY(.quantize_row = quantize_row_128, .check_row = check_row_128));
 #endif

@@ -2,12 +2,13 @@
  *
  *     0  32 bytes of third bits: bit 4 * half + k of byte l belongs to value 128 * half + 32 * k + l
  *    32  64 bytes of 2-bit codes, in the order of q2_k
- *    96  12 bytes: sixteen 6-bit sub-scales; low nibbles in bytes 0..7 (j < 8 low half, else high half), two high bits of
- *        sub-scale j in byte 8 + j % 4 at bit 2 * (j / 4)
+ *    96  12 bytes: sixteen 6-bit sub-scales; low nibbles in bytes 0..7 (j < 8 low half, else high half), two high bits
+ *        of sub-scale j in byte 8 + j % 4 at bit 2 * (j / 4)
  *   108  fp16 d
  *   y = d * (sc - 32) * (q2 - (third bit set ? 0 : 4))
  *
- * Produced by GGUF quantizers. Layout nib8_q3_k (codes q2 + 4 * third bit, offset 4), lossless: 110 bytes become 146. */
+ * Produced by GGUF quantizers. Layout nib8_q3_k (codes q2 + 4 * third bit, offset 4), lossless: 110 bytes become
+ * 146. */
 #include "rows8.h"
 #if MOE_TIER_ID == MOE_AVX512
 MOE_FORMAT_SAME_AS(q3_k, avx2, ROWS8_REASON);
@@ -35,8 +36,8 @@ MOE_INLINE void put_pairs3(uint8_t *code, const __m256i *q, const __m256i *third
     __m256i even[2], odd[2];
     for (int j = 0; j < 2; j++) {
         __m256i t = third[j];
-        even[j] = _mm256_or_si256(_mm256_or_si256(bits8(q[j], 0, 0x33), bits8(t, at - 2, 0x04)), bits8(t, at - 4, 0x40));
-        odd[j] = _mm256_or_si256(_mm256_or_si256(bits8(q[j], 2, 0x33), bits8(t, at - 1, 0x04)), bits8(t, at - 3, 0x40));
+        even[j] = or3(bits8(q[j], 0, 0x33), bits8(t, at - 2, 0x04), bits8(t, at - 4, 0x40));
+        odd[j] = or3(bits8(q[j], 2, 0x33), bits8(t, at - 1, 0x04), bits8(t, at - 3, 0x40));
     }
     put_nibble_pair(code, code + 256, even[0], even[1]);
     put_nibble_pair(code + 128, code + 384, odd[0], odd[1]);

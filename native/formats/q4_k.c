@@ -7,8 +7,8 @@
  *   y = d * sc * q - dmin * mn
  *
  * Produced by GGUF quantizers. Layout nib8_q4_k, lossless: 144 bytes become 148.
- * Quantizer: per 32 a least-squares (scale, minimum) over several placements of the codes, sub-scales and minima on common
- * 6-bit grids with their neighbours tried, then the codes (affine.h). */
+ * Quantizer: per 32 a least-squares (scale, minimum) over several placements of the codes, sub-scales and minima on
+ * common 6-bit grids with their neighbours tried, then the codes (affine.h). */
 #include "rows8.h"
 #include "affine.h"
 #if MOE_TIER_ID == MOE_AVX512

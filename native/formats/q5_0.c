@@ -35,7 +35,8 @@ MOE_INLINE void block8(uint8_t *scales, uint8_t *code, const uint8_t *p, size_t 
     high = _mm256_or_si256(_mm256_srli_epi32(t[0], 16), _mm256_slli_epi32(t[1], 16));
     for (int g = 0; g < 8; g++) {
         __m256i fifth = spread4(high, g);
-        put_lanes(code + 32 * g, _mm256_or_si256(bits8(q[g % 4], g < 4 ? 0 : 4, 0x0f), _mm256_andnot_si256(fifth, minus16)));
+        put_lanes(code + 32 * g,
+                  _mm256_or_si256(bits8(q[g % 4], g < 4 ? 0 : 4, 0x0f), _mm256_andnot_si256(fifth, minus16)));
     }
 }
 static const struct block absent = {.high = {[0 ... 3] = 0xff}};

@@ -4,7 +4,7 @@
  * A codec gives a block8 function: the storage block at p and the seven that lie `stride` bytes further on each, to the
  * scales and codes of that block in the strip. It reads these blocks and nothing beside them.
  *
- * The AVX-512 tier reuses these codecs: compiled for it they run at 0.9 to 1.2 times the speed (three-operand logic). */
+ * The AVX-512 tier reuses these codecs: compiled for it they run at 0.9 to 1.2 times the speed. */
 #ifndef MOE_FORMAT_ROWS8_H
 #define MOE_FORMAT_ROWS8_H
 #include "strip.h"
@@ -18,7 +18,8 @@ MOE_INLINE void dwords4(__m256i *t, const uint8_t *p, size_t stride) {
     __m256i v[4];
     for (size_t j = 0; j < 4; j++) {
         __m128i low = _mm_loadu_si128((const void *)(p + j * stride));
-        v[j] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), _mm_loadu_si128((const void *)(p + (j + 4) * stride)), 1);
+        __m128i high = _mm_loadu_si128((const void *)(p + (j + 4) * stride));
+        v[j] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
     }
     __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
     __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
@@ -36,6 +37,7 @@ MOE_INLINE __m256i bits8(__m256i v, int n, int mask) {
     __m256i moved = n > 0 ? _mm256_srli_epi32(v, n) : n < 0 ? _mm256_slli_epi32(v, -n) : v;
     return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
 }
+MOE_INLINE __m256i or3(__m256i a, __m256i b, __m256i c) { return _mm256_or_si256(_mm256_or_si256(a, b), c); }
 /* A byte for each of bits 4g .. 4g + 3 of a lane: 0xff where it is set. */
 MOE_INLINE __m256i spread4(__m256i v, int g) {
     const __m256i first = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12,
@@ -48,14 +50,16 @@ MOE_INLINE __m256i spread4(__m256i v, int g) {
 /* ---- codes ---- */
 MOE_INLINE void put_lanes(uint8_t *out, __m256i v) { _mm256_storeu_si256((void *)out, v); }
 /* Eight columns of nib8: a holds columns 0..3, b columns 4..7, a code below 16 in every byte. */
-MOE_INLINE void put_nibbles(uint8_t *out, __m256i a, __m256i b) { put_lanes(out, _mm256_or_si256(a, _mm256_slli_epi32(b, 4))); }
+MOE_INLINE void put_nibbles(uint8_t *out, __m256i a, __m256i b) {
+    put_lanes(out, _mm256_or_si256(a, _mm256_slli_epi32(b, 4)));
+}
 /* Bytes of two nibbles each: the low ones of a and b are eight columns, the high ones eight others. */
 MOE_INLINE void put_nibble_pair(uint8_t *low, uint8_t *high, __m256i a, __m256i b) {
     put_lanes(low, _mm256_or_si256(bits8(a, 0, 0x0f), bits8(b, -4, 0xf0)));
     put_lanes(high, _mm256_or_si256(bits8(a, 4, 0x0f), bits8(b, 0, 0xf0)));
 }
-/* Bytes of four codes of two bits each: bits 2k and 2k + 1 of a and b are eight columns of the block of 32 that starts at
- * code + 128 * k. */
+/* Bytes of four codes of two bits each: bits 2k and 2k + 1 of a and b are eight columns of the block of 32 that starts
+ * at code + 128 * k. */
 MOE_INLINE void put_pairs2(uint8_t *code, __m256i a, __m256i b) {
     put_nibble_pair(code, code + 256, bits8(a, 0, 0x33), bits8(b, 0, 0x33));
     put_nibble_pair(code + 128, code + 384, bits8(a, 2, 0x33), bits8(b, 2, 0x33));
@@ -84,7 +88,9 @@ MOE_INLINE __m256i by_half(__m256i v) {
     return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(v, pick), _MM_SHUFFLE(3, 1, 2, 0));
 }
 MOE_INLINE void put_halves(uint8_t *out, __m256i v) { put_lanes(out, by_half(v)); }
-MOE_INLINE void put_low_half(uint8_t *out, __m256i v) { _mm_storeu_si128((void *)out, _mm256_castsi256_si128(by_half(v))); }
+MOE_INLINE void put_low_half(uint8_t *out, __m256i v) {
+    _mm_storeu_si128((void *)out, _mm256_castsi256_si128(by_half(v)));
+}
 MOE_INLINE void put_high_half(uint8_t *out, __m256i v) { put_low_half(out, _mm256_srli_epi32(v, 16)); }
 
 /* unpack_pairs6 of eight rows: s[0..2] are the twelve bytes. Eight sub-scales, then eight minima. */
@@ -118,13 +124,13 @@ MOE_INLINE void encode_blocks8(int block_cols, size_t block_bytes, size_t scale_
         block8(scales + scale_bytes * i, code + code_bytes * i, few, block_bytes);
     }
 }
-MOE_INLINE void encode_units8(struct unit_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows, int cols,
-                              const void *absent, block8_fn block8) {
+MOE_INLINE void encode_units8(struct unit_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows,
+                              int cols, const void *absent, block8_fn block8) {
     encode_blocks8(s.cols, (size_t)s.block_bytes, (size_t)(s.spans * (8 * s.scale_bytes + 16 * s.min)),
                    (size_t)(s.cols * s.bits), strip, rows, row_bytes, num_rows, cols, absent, block8);
 }
-MOE_INLINE void encode_supers8(struct super_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows, int cols,
-                               const void *absent, block8_fn block8) {
+MOE_INLINE void encode_supers8(struct super_spec s, void *strip, const void *rows, size_t row_bytes, int num_rows,
+                               int cols, const void *absent, block8_fn block8) {
     encode_blocks8(256, (size_t)s.block_bytes, (size_t)((s.min + 1) * (16 + 8 * s.subs)), (size_t)(256 * s.bits), strip,
                    rows, row_bytes, num_rows, cols, absent, block8);
 }
