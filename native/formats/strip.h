@@ -1,8 +1,8 @@
 /* Helpers of the codecs that fill eight-row strips (native/layouts/strip8.h has the geometry): a codec unpacks one
  * storage block into plain codes and scales, the functions here put them where the strip wants them.
  *
- * This is the scalar tier's way, a row at a time, and the definition; the vector tiers take eight rows at once (rows8.h,
- * grid.h). */
+ * This is the scalar tier's way, a row at a time, and the definition; the vector tiers take eight rows at once
+ * (rows8.h, grid.h). */
 #ifndef MOE_FORMAT_STRIP_H
 #define MOE_FORMAT_STRIP_H
 #include "tier.h"
