@@ -38,8 +38,9 @@ def _rows(tables, kind: str, more) -> list[dict]:
 def kernels(as_json):
     """Show the kernel of every storage format and compute layout on every CPU tier.
 
-    "own" is code written for that tier (on the scalar tier: portable C); "= avx2" reuses that tier's on purpose, with the
-    reason below. "tile": a kernel of its own for more than eight tokens; where there is none, the reason is below, too.
+    "own" is code written for that tier (on the scalar tier: portable C); "= avx2" reuses that tier's on purpose, with
+    the reason below. "tile": a kernel of its own for more than eight tokens; where there is none, the reason is below,
+    too.
     """
     from .. import kernels as native
 
