@@ -8,7 +8,8 @@ machine's absolute times do not. Reference formats run in every table, so that a
     python scripts/bench_kernels.py --formats iq4_xs iq3_s --ggml-sdist llama_cpp_python-0.3.36.tar.gz
     python scripts/bench_kernels.py --formats hqq5-ax0-g32 --stream-mib 0
 
-All formats take minutes. In pieces of less than 90 seconds each, at any time and in any order, then as one table:
+All formats take minutes. In ten pieces, each 10 to 20 seconds of CPU time, well below 90 on a machine that does
+nothing else, at any time and in any order; then as one table:
 
     for k in $(seq 10); do python scripts/bench_kernels.py --piece $k/10 --json piece$k.json; done
     python scripts/bench_kernels.py --merge piece*.json --json all.json
