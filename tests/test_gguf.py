@@ -216,6 +216,19 @@ def test_fast_and_compact_experts_give_the_same_bits(tmp_path, kind):
     assert (fast.recoder is None) == (kind == Type.F16)  # float rows are what kernels read: nothing to re-code
 
 
+@pytest.mark.parametrize("name", ["mha_base", "tied"])
+def test_an_embedding_that_is_no_head_stays_in_the_file(tmp_path, name):
+    path = tmp_path / "m.gguf"
+    stored = gguf_models.write_gguf(path, name, {"token_embd": Type.Q5_1})
+    files, context = open_model(path), Context()
+    model = family("olmoe").Model(files.config, WeightLoader(files, context), context, 8, 8)
+    in_place = np.shares_memory(model.embed_tokens.strips, files.read("embed_tokens"))
+    assert in_place == model.embed_tokens.compact == (name != "tied")
+    model.ids.array[0, :3] = ids = [7, 0, 8]
+    model.embed(3)
+    np.testing.assert_array_equal(model.x.array[:3], stored["token_embd.weight"][ids])
+
+
 def test_experts_are_recoded_when_they_are_used_again(tmp_path):
     """The first use re-codes strips on the way, the second for good; lock_everything does not wait for either."""
     path = tmp_path / "m.gguf"

@@ -339,7 +339,9 @@ class Decoder:
         self.ids = Buffer(1, max_tokens, np.int32)
         self.x = self.buffers.rows("x", c.hidden_size)  # residual stream
         self.h = self.buffers.rows("h", c.hidden_size)  # normalised input of a block's part
-        self.embed_tokens = weights.matrix("embed_tokens", c.vocab_size, c.hidden_size)
+        # A table that is no head is looked up a row at a time: re-coding all of it would only delay the first token.
+        lookup = not c.tie_word_embeddings
+        self.embed_tokens = weights.matrix("embed_tokens", c.vocab_size, c.hidden_size, compact=lookup)
         self.blocks = [
             Block(c, n, weights, self.make_attention(n, weights), self.make_mlp(n, weights))
             for n in range(c.num_hidden_layers)
