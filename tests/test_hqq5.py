@@ -20,7 +20,8 @@ MAX_DOT_ERROR = 1e-6
 MAX_TOKENS = 8
 GUARD = 64  # floats around every output row
 TABLES = {t.tier: t.cdata for t in kernels.layouts() if t.name == LAYOUT and not t.same_as}
-CODECS = {t.tier: t.cdata for t in kernels.formats() if t.name == NAME and not t.same_as}
+FORMAT_TABLES = {t.tier: t for t in kernels.formats() if t.name == NAME}
+CODECS = {tier: FORMAT_TABLES[t.same_as or tier].cdata for tier, t in FORMAT_TABLES.items()}
 TIERS = [name for name, supported, _ in kernels.tiers() if supported and name in TABLES]
 
 
