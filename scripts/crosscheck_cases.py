@@ -64,7 +64,7 @@ DEVIATIONS = {
         "rule": "The ramp between kept and stretched frequencies has two borders, which are real numbers. The released "
         'config.json says "truncate": false: they stay so. llama.cpp rounds them outwards to whole pairs.',
         "truth": "config.json and transformers; the GGUF file does not record the key, millstream never rounds gpt-oss",
-        "compared": "with a theta for which the borders are 0 and 5 (minus 1e-6), so that rounding changes nothing",
+        "compared": "with a theta for which the borders are 0 and a whole number less a millionth: rounding changes next to nothing",
     },
     "gpt_oss: swiglu_limit": {
         "rule": "The file does not record the limit. Both engines use 7, the released value.",
@@ -217,7 +217,8 @@ VARIANTS = {
     "gpt_oss_window_40": ("gpt_oss", {"sliding_window": 40}),
     "gpt_oss_window_41": ("gpt_oss", {"sliding_window": 41}),
     "gpt_oss_window_never_reached": ("gpt_oss", {"sliding_window": 200}),
-    "gpt_oss_long_prompt": ("gpt_oss", {"prompt": 700, "sliding_window": 96} | _LONG),
+    # Without YaRN: the 1e-6 of the theta above is 4e-4 of a logit after 700 positions.
+    "gpt_oss_long_prompt": ("gpt_oss", {"prompt": 700, "sliding_window": 96} | _LONG | _rope("default", 150000.0)),
     "gpt_oss_no_yarn": ("gpt_oss", _rope("default", 150000.0)),
     # Routing and experts beside the routed ones.
     "deepseek_v3_not_renormalised": ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 0.7}),
