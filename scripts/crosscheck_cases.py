@@ -64,7 +64,7 @@ DEVIATIONS = {
         "rule": "The ramp between kept and stretched frequencies has two borders, which are real numbers. The released "
         'config.json says "truncate": false: they stay so. llama.cpp rounds them outwards to whole pairs.',
         "truth": "config.json and transformers; the GGUF file does not record the key, millstream never rounds gpt-oss",
-        "compared": "with a theta for which the borders are 0 and a whole number less a millionth: rounding changes next to nothing",
+        "compared": "with a theta for which both borders are whole numbers, less a millionth",
     },
     "gpt_oss: swiglu_limit": {
         "rule": "The file does not record the limit. Both engines use 7, the released value.",
