@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from run_facts import facts_text, run_facts, write_json
+from run_facts import facts_text, require_writable, run_facts, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -289,6 +289,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="JSON in place of text")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the JSON here too")
     o = parser.parse_args()
+    if o.out:
+        require_writable(o.out)
     r = compare(
         o.model, o.threads, o.isa, o.rounds, o.prompt, o.tokens, o.expert_layout, o.peer_python, not o.no_repack
     )

@@ -44,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from crosscheck_cases import DEVIATIONS, SUPER_BLOCKS, UNSUPPORTED, VARIANTS, Case, cases  # noqa: E402
 from crosscheck_peer import NUM_GREEDY, context_of, exact_of, path_of, source_of  # noqa: E402
-from run_facts import facts_text, run_facts, write_json  # noqa: E402
+from run_facts import facts_text, require_writable, run_facts, write_json  # noqa: E402
 
 MAX_ERROR = 2e-4  # float32: another order of additions
 MAX_LAYERS_ALIKE = 8  # with more, a rounding that the last bit decides is met at every position
@@ -233,6 +233,8 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table of the documentation too")
     parser.add_argument("--folder", help="keep the files here")
     args = parser.parse_args()
+    if args.out:
+        require_writable(args.out)
     known, facts = cases(), run_facts() | {"llama-cpp-python": peer_version(args.peer_python)}
     names = args.names or list(known)
     if unknown := set(names) - set(known):

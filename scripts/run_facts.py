@@ -42,6 +42,13 @@ def _revision() -> str | None:
         return None
 
 
+def require_writable(path: str | Path) -> None:
+    """Before a run of minutes: end with one line when its result could not be written."""
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise SystemExit(f"--out {path}: cannot be written; give a file in a directory that exists and is yours")
+
+
 def write_json(path: str | Path, content: dict) -> None:
     """The file appears when it is complete."""
     from engine.atomic_file import AtomicFile

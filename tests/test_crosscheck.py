@@ -89,3 +89,12 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
         write_json(tmp_path / "out.json", {"a": object()})
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
     assert (tmp_path / "out.json").read_text() == '{\n "a": 1\n}\n'
+
+
+def test_a_result_that_could_not_be_written_ends_the_run_at_once(tmp_path):
+    from run_facts import require_writable
+
+    require_writable(tmp_path / "out.json")
+    for bad in (tmp_path / "none" / "out.json", tmp_path):
+        with pytest.raises(SystemExit, match="cannot be written"):
+            require_writable(bad)
