@@ -49,6 +49,7 @@ format: ## rewrite sources in house style
 	$(PYTHON) -m ruff format .
 
 bench: ## kernel throughput of this machine
+	$(PYTHON) scripts/bench_codecs.py
 	$(PYTHON) scripts/bench_kernels.py
 
 matrix: ## which kernel every format has on every tier, for review
