@@ -58,7 +58,7 @@ class _Job:
     """One conversion: everything is checked when it is made, everything is written when it runs."""
 
     def __init__(self, files: GgufModel, context: Context, layout: str, force_tokenizer: str | None):
-        self.files, self.context = files, context
+        self.files, self.context, self.layout = files, context, layout
         self.plan = [self._planned(record, layout) for record in files.tensors.values()]
         self.side_files, self.generation_config = _side_files(files, force_tokenizer)
         self.formats: dict[str, str] = {}
@@ -130,7 +130,9 @@ class _Job:
                 paths[-1].write_text(content, encoding="utf-8")
             writer.check_space(planned)
             written = writer.write(self._header(), planned, paths, produce)
-            return ConversionReport(writer.out, total, written, len(self.plan), 0.0, self.formats)
+            return ConversionReport(
+                writer.out, total, written, len(self.plan), 0.0, self.formats, self.layout, self.context.num_threads
+            )
 
 
 def _row_of(block: int, record: TensorRecord) -> int:

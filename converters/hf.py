@@ -47,7 +47,7 @@ def _side_files(source: Path, folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was written: target, bytes of the source's tensors and of the snapshot's files, tensors, seconds."""
+    """What was written: target, bytes of the source's tensors and of the snapshot's files, and how."""
 
     path: Path
     source_bytes: int
@@ -55,6 +55,8 @@ class ConversionReport:
     num_tensors: int
     seconds: float
     formats: dict[str, str]
+    layout: str
+    num_threads: int
 
 
 def _model_type(checkpoint: Checkpoint) -> str:
@@ -121,7 +123,7 @@ class _Job:
     """One conversion: everything is checked when it is made, everything is written when it runs."""
 
     def __init__(self, checkpoint: Checkpoint, formats: RoleFormats, layout: str, threads: int | None):
-        self.checkpoint, self.architecture = checkpoint, _model_type(checkpoint)
+        self.checkpoint, self.architecture, self.layout = checkpoint, _model_type(checkpoint), layout
         refuse_quantized(checkpoint.config, readable_quantization(self.architecture))
         self.config = dict(checkpoint.config)
         if method_of(self.config) == "fp8":
@@ -130,7 +132,8 @@ class _Job:
         expected = expected_tensors(self.architecture, self.config, len(checkpoint.tensors))
         expected |= mtp_tensors(self.architecture, self.config, partial(is_listed, checkpoint))
         self.sources = match_tensors(checkpoint, expected, checked)
-        self.quantizer = Quantizer(Context(num_threads=threads), FORMATS, layout)
+        context = Context(num_threads=threads)
+        self.num_threads, self.quantizer = context.num_threads, Quantizer(context, FORMATS, layout)
         self.roles = _role_summary(formats, expected)
         self.roles |= {want.role: f for name, want in expected.items() if (f := self._stored_format(name))}
         self.plan = [self.quantizer.plan(name, want, self._format(name, want)) for name, want in expected.items()]
@@ -177,4 +180,6 @@ class _Job:
         with tempfile.TemporaryDirectory() as folder, SnapshotWriter(out, force) as writer:
             writer.check_space(files)
             written = writer.write(self._header(), files, _side_files(self.checkpoint.path, Path(folder)), produce)
-            return ConversionReport(writer.out, self.source_bytes, written, len(self.plan), 0.0, self.roles)
+            return ConversionReport(
+                writer.out, self.source_bytes, written, len(self.plan), 0.0, self.roles, self.layout, self.num_threads
+            )

@@ -207,14 +207,13 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
     recoded = [r for r in files.tensors.values() if r.role in memory.EXPERT_ROLES and r.layout is None]
     if recoded and not choice.layout.compact and choice.layout.name != "stored":
         recode = measure.recode_gb_s(context, recoded[0])
+    _refuse_idle(choice.streams, {"--disk": disk_mb_s, "--readers": options.readers})
     if choice.streams:
         if options.readers is None:
             assumptions.append(f"{DEFAULT_READERS} readers")
         misses = demand * (1 - hit_rate) / layers
         disk = _disk(files, places, options, disk_mb_s, misses, measure, assumptions)
         calls_s = measure.stream_call_seconds(options)
-    elif disk_mb_s is not None:
-        raise ConfigError("--disk: nothing is streamed, so it does nothing; leave it out")
     if recode and not choice.streams:
         assumptions.append(
             f"using an expert again re-codes it once ({nbytes / recode / 1e9:.1f} s for all); speeds are without"
@@ -280,7 +279,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         "prediction": figures,
         "spec": spec,
         "assumptions": assumptions,
-        "verdict": _verdict(choice.streams, figures),
+        "verdict": _verdict(choice.streams, figures, prompt),
     }  # fmt: skip
 
 
@@ -291,12 +290,19 @@ def _pool_bytes() -> int:
     return min(wanted, memory.make_budget(None).total_bytes // 4)
 
 
-def _verdict(streams: bool, figures: dict) -> str:
+def _refuse_idle(streams: bool, reading: dict) -> None:
+    """Raise ConfigError for an option of reading where nothing is read."""
+    for option, value in reading.items():
+        if not streams and value is not None:
+            raise ConfigError(f"{option}: nothing is streamed, so it does nothing; leave it out")
+
+
+def _verdict(streams: bool, figures: dict, prompt: int) -> str:
     how = "will stream at" if streams else "fits in memory:"
     decode, prefill = (
         f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in (figures["decode_tok_s"], figures["prefill_tok_s"])
     )
-    speeds = f"{decode} tok/s decode, {prefill} tok/s prefill"
+    speeds = f"{decode} tok/s decode, {prefill} tok/s prefill of {prompt} tokens"
     return f"{how} about {speeds}"
 
 

@@ -1,4 +1,4 @@
-"""Every option of the commands that run a model changes a printed figure, or is an error where it would do nothing.
+"""Every option of every command changes a printed figure, or is an error where it would do nothing.
 
 Options are found by asking click: one without an entry in CASES fails. A case runs its command with and without the
 option; `shows` must match what is printed with it and not what is printed without. In this process, on small models.
@@ -6,11 +6,9 @@ option; `shows` must match what is printed with it and not what is printed witho
 
 import functools
 import json
-import os
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 
 import mtp_models
 import pytest
@@ -18,38 +16,20 @@ import tiny_models
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType
 from gguf_models import write_gguf
+from option_cases import THREADS, TOOLS, USUAL_TOOLS, case
 
+from engine import machine_speed
 from engine.cli import cli
 from engine.errors import EngineError
 from engine.runtime import SHIPPED_MODEL
 
-THREADS = (os.cpu_count() or 1) + 1  # one that no default is
 PROMPT = "And Moses said, And Moses said, And"
 STREAM = ["--expert-slots", "8"]
 SAMPLED = ["--temperature", "1", "--seed", "1"]
 SPEC = ["--spec", "4"]
 
 
-@dataclass
-class Case:
-    """args: the option. base: what both runs have besides. shows: pattern of the run with it only ("(?m)" is on).
-    text: the product on stdout must differ, too. refused: the run with it is an error that says so."""
-
-    args: str
-    shows: str = ""
-    base: tuple = ()
-    text: bool = False
-    refused: str = ""
-    command: tuple = ()  # replaces the usual arguments
-    stdin: str | None = None
-    model: bool = True  # whether --model may be given
-    may_fail: bool = False  # without the option
-
-
-def case(args, shows="", base=(), **more):
-    return Case(args, shows, tuple(base), **more)
-
-
+USUAL_GENERATE = ("generate", PROMPT)
 RUNTIME = {
     "model": [case("-m {gguf}", r"^model: \S+tiny.gguf", text=True)],
     "threads": [case(f"--threads {THREADS}", f" {THREADS} threads")],
@@ -96,7 +76,7 @@ SPECULATION = {
               case("--draft mtp", r"accepted mtp \d+/\d", [*SPEC, "-m", "{mtp}", "--draft", "lookup"]),
               case("--draft mtp", refused="it has none; choose another draft source", base=SPEC),
               case("--draft lookup", refused="do nothing without --spec")],
-    "cut_drafts": [case("--cut-drafts on", r"^spec: .* windows cut short", [*SPEC, *STREAM, "--cut-drafts", "off"]),
+    "cut_drafts": [case("--cut-drafts on", r"spec: .* windows cut short", [*SPEC, *STREAM, "--cut-drafts", "off"]),
                    case("--cut-drafts off", r"so --cut-drafts changes nothing", SPEC),
                    case("--cut-drafts off", refused="does nothing without --spec")],
     "draft_model": [case("--draft-model {model}", r"accepted .*model \d", SPEC),
@@ -116,7 +96,7 @@ SAMPLING = {
     "seed": [case("--seed 7", r"seed 7 \(flag\)", SAMPLED, text=True), case("--seed 7", r"seed changes nothing")],
 }  # fmt: skip
 GENERATE = {
-    "prompt": [case("", r"prefill 3 tokens", command=("generate", "In the beginning"))],
+    "prompt": [case("", r"prefill 3 tokens", command=("generate", "In the beginning"), plain=USUAL_GENERATE)],
     "prompt_file": [
         case("--prompt-file {prompt}", r"prefill 3 tokens", command=("generate",), stdin="And Moses said unto")
     ],
@@ -212,12 +192,14 @@ CASES = {
     "perplexity": {**RUNTIME, **STREAMING, **PERPLEXITY},
     "chat": {**RUNTIME, **STREAMING, **SPECULATION, **SAMPLING, **CHAT},
     "bench": BENCH,
+    **TOOLS,
 }
 USUAL = {
-    "generate": ("generate", PROMPT),
+    "generate": USUAL_GENERATE,
     "perplexity": ("perplexity", "--text", "{text}", "--ctx", "16"),
     "chat": ("chat", "--chat-template", "{template}"),
     "bench": ("bench", "--prefill", "0", "--decode", "2", "--repeat", "1"),
+    **USUAL_TOOLS,
 }
 SHORT = {"generate": ("-n", "8", "--temperature", "0"), "chat": ("-n", "8", "--temperature", "0")}
 
@@ -265,9 +247,11 @@ def places(tmp_path_factory):
     twice["results"][0]["median"] *= 9
     (out / "fast").write_text(json.dumps(twice))
     word = re.findall(r"\w+", found["text"])[1]
-    names = {name: out / name for name in (*texts, "model", "mtp", "ends", "bench", "fast", "cache")}
+    tiny_models.make_hf_dir(out / "hf", "mha_base")
+    names = {name: out / name for name in (*texts, "model", "mtp", "ends", "bench", "fast", "cache", "hf")}
     return {
         **names,
+        "config": out / "hf" / "config.json",
         "out": out,
         "gguf": out / "tiny.gguf",
         "blocks": out / "blocks.gguf",
@@ -276,11 +260,36 @@ def places(tmp_path_factory):
     }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def measured_once():
+    """`plan` asks for the same speeds in every case, and no case is about them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("model_speed", "loop_seconds", "recode_gb_s", "disk_speed", "stream_call_seconds"):
+            patch.setattr(machine_speed, name, _once(getattr(machine_speed, name)))
+        yield
+
+
+def _once(measure):
+    known = {}
+
+    def kept(*args, **options):
+        key = options.get("window"), args[-1] if measure.__name__ == "disk_speed" else None
+        if key not in known:
+            known[key] = measure(*args, **options)
+        return known[key]
+
+    return kept
+
+
 def every_case():
     for command, options in CASES.items():
         for option, cases in options.items():
             for number, found in enumerate(cases):
                 yield pytest.param(command, found, id=f"{command}-{option}-{number}")
+
+
+def test_every_command_has_cases():
+    assert set(CASES) == set(cli.commands)
 
 
 @pytest.mark.parametrize("command", CASES)
@@ -308,8 +317,7 @@ def test_option_changes_a_figure_or_is_refused(command, found, places):
         return
     assert code == 0, printed
     assert re.search("(?m)" + found.shows, printed), printed
-    if found.command == ("generate", "In the beginning"):  # the argument itself
-        base = ["generate", PROMPT, *base[2:]]
+    base = [*found.plain, *base[len(found.command or USUAL[command]) :]] if found.plain else base
     plain_code, plain_text, plain = plain_run(tuple(expand(base)), stdin)
     assert plain_code == 0 or found.may_fail, plain
     assert not re.search("(?m)" + found.shows, plain), plain

@@ -43,6 +43,8 @@ def print_plan(loaded) -> None:
 
 def _fitting_notes(loaded) -> list[str]:
     lines = [f"experts: {size(loaded.read_bytes)} read in at load"] if loaded.read_bytes else []
+    if loaded.options.io == "mmap":
+        lines.append("experts: mapped, not read in at load (--io mmap)")
     lines += [f"locked: {size(loaded.locked_bytes)}"] if loaded.locked_bytes else []
     return lines + _idle_notes(loaded)
 

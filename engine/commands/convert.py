@@ -79,7 +79,8 @@ def is_gguf_file(src) -> bool:
 def report(done, as_json: bool) -> None:
     """What was written, for people or programs."""
     roles = ", ".join(f"{role} {name}" for role, name in done.formats.items())
-    note(f"converted {done.num_tensors} tensors in {done.seconds:.1f} s: {roles}")
+    how = f"{done.num_threads} threads, layout {done.layout}"
+    note(f"converted {done.num_tensors} tensors in {done.seconds:.1f} s, {how}: {roles}")
     if as_json:
         write_json({
             "path": str(done.path),
@@ -88,6 +89,8 @@ def report(done, as_json: bool) -> None:
             "tensors": done.num_tensors,
             "seconds": done.seconds,
             "formats": done.formats,
+            "layout": done.layout,
+            "threads": done.num_threads,
         })  # fmt: skip
     else:
         write(f"{done.path}: {size(done.snapshot_bytes)} from {size(done.source_bytes)}\n")

@@ -38,10 +38,15 @@ def tune(model_argument, model, prompt, prompt_file, ram, max_tokens, repeat, dr
     text = read_prompt(prompt, prompt_file) if given else DEFAULT_PROMPT
     loaded = _streaming.load(model, ram=ram)
     note(_options.describe(loaded))
+    _streaming.print_plan(loaded)
     ids = loaded.tokenizer.encode(text) or [0]
     if len(ids) + max_tokens + 1 > loaded.max_context:
         room = loaded.max_context
         raise ConfigError(f"tune: {len(ids)} prompt tokens and {max_tokens} more exceed the context of {room}")
+    rounds = "1 measured round" if repeat == 1 else f"{repeat} measured rounds"
+    note(f"prompt: {len(ids)} tokens, and {max_tokens} to decode, {rounds}")
+    if dry_run:
+        note("dry run: nothing is written")
     base, files, choices = _base(loaded, ram, tuning.streams(loaded)), loaded.files, tuning.candidates(loaded)
     del loaded  # its memory is for those that are compared
     gc.collect()
