@@ -289,7 +289,7 @@ def test_command_line():
         (("--spec", "-1"), "expected 0 to 8"),
         (("--spec", "fast"), "expected 0 to 8"),
         (("--draft", "lookup"), "do nothing without --spec"),
-        (("--spec", "4", "--draft", "oracle"), "expected one or more of lookup, model"),
+        (("--spec", "4", "--draft", "oracle"), "expected one or more of lookup, mtp, model"),
         (("--spec", "4", "--draft", "model"), "needs --draft-model"),
         (("--spec", "4", "--draft", "lookup", "--draft-model", "x"), "does nothing with --draft lookup"),
     ],
