@@ -61,7 +61,10 @@ class Recoder:
         self.progress: Callable[[int, int, float], None] | None = None
 
     def point_at_rows(self, records, structs) -> None:
-        """Let the moe_matrix structs of one expert use the file's pages: storage rows are re-coded in every call."""
+        """Let the moe_matrix structs of one expert use the file's pages: storage rows are re-coded in every call.
+
+        For rows that lie in the file as they are, so that `files.read` returns its pages and no copy.
+        """
         for record, w in zip(records, structs, strict=True):
             w.data = address(self.files.read(record.name))
             if record.layout is None:
@@ -109,7 +112,10 @@ class LazyExperts:
         self.table = ffi.new("struct moe_expert *[]", [self._structs + e for e in range(len(records))])
         self._memory: list[np.ndarray] = []
         self._complete = False
-        self._missing, self._unused = np.ones(len(records), bool), np.ones(len(records), bool)
+        # Rows that a file does not hold as they are wanted live as long as one read of them: re-coded at once.
+        made = getattr(recoder.files, "made", ())
+        self._unused = np.array([not any(record.name in made for record in expert) for expert in records], bool)
+        self._missing = np.ones(len(records), bool)
         self.num_bytes = 0
         context = recoder.context
         for struct, expert in zip(self._structs, records, strict=True):
