@@ -62,8 +62,9 @@ def combined(runs: list[ProfiledRun]) -> dict:
     for run in runs:
         r = run.report
         stages = {name: {key: r[name][key] for key in ("wall_s", "phases", "tokens")} for name in ("prefill", "decode")}
+        detail = {name: table for name, table in r["detail"].items() if name != "kernels_by_layer"}  # a list: no sums
         total = add(total, {
-            "wall_s": r["wall_s"], "phases": r["phases"], **stages, "detail": r["detail"],
+            "wall_s": r["wall_s"], "phases": r["phases"], **stages, "detail": detail,
             "threads": {"busy_s": r["threads"]["busy_s"]},
         })  # fmt: skip
     return total | {"runs": [{"test": run.test, "arm": run.arm, **run.report} for run in runs]}

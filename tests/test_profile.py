@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 
 import pytest
 from cli_program import run
@@ -14,7 +15,9 @@ from engine.errors import ConfigError
 from engine.kernels import Native, _compiled, lib
 from engine.profile import PHASES, Profiler, profile_report
 from engine.profile.page import page
+from engine.profile.text import format_report
 from engine.profile.trace import chrome_trace
+from engine.session import Session
 
 KEYS = [
     "load", "tokenize", "prefill", "embed", "attention", "router", "expert_gate_up", "quantize", "expert_down",
@@ -40,7 +43,7 @@ def profile(loaded, **options):
         for _ in generation:
             pass
     stats = generation.stats
-    wall = stats.load_s + stats.tokenize_s + stats.prefill_s + stats.decode_s
+    wall = stats.load_s + stats.tokenize_s + profiler.engine_ns / 1e9
     return profiler, generation, profile_report(profiler, generation, wall, stats.load_s, 10.0)
 
 
@@ -51,20 +54,157 @@ def test_phases_have_the_agreed_names_and_add_up(profiled):
     assert all(seconds >= 0 for seconds in report["phases"].values())
     for stage in ("prefill", "decode"):
         part = report[stage]
+        assert list(part["phases"]) == [name for name in KEYS if name != "prefill"]
         assert sum(part["phases"].values()) == pytest.approx(part["wall_s"], rel=1e-6)
         for phase in ("embed", "attention", "router", "expert_gate_up", "expert_down", "head", "sample"):
             assert part["phases"][phase] > 0, (stage, phase)
     assert report["decode"]["phases"]["draft"] > 0 and report["decode"]["phases"]["verify"] > 0
 
 
+def test_python_is_what_the_trace_shows_between_native_calls(profiled):
+    """Counted again from starts and ends of single calls, where the phases come from sums."""
+    profiler, _, report = profiled
+    covered = 0
+    for r in profiler.rounds:
+        inside = [(start, ns) for _, _, start, ns, _ in profiler.events if r["start"] <= start < r["end"]]
+        assert all(a + ns <= b for (a, ns), (b, _) in itertools.pairwise(sorted(inside)))
+        covered += sum(ns for _, ns in inside)
+    phases, outside = report["decode"]["phases"], report["detail"]["decode"]["python"]
+    between = sum(r["end"] - r["start"] for r in profiler.rounds) - covered
+    named = phases["draft"] + phases["verify"] + phases["python"] - sum(outside.values())
+    assert named == pytest.approx(between / 1e9, rel=1e-6)
+
+
+def test_the_sum_is_that_of_a_clock_outside(loaded):
+    """A timing, so the best of five tries counts: a machine with other work stops anybody anywhere."""
+    off = []
+    for _ in range(5):
+        session = Session(loaded, 256)
+        generation = loaded.generate("He said,", max_tokens=200, temperature=0, ignore_eos=True, session=session)
+        with Profiler(loaded) as profiler:
+            profiler.attach(generation)
+            started = time.perf_counter()
+            tokens = len(list(generation.tokens()))
+            wall_s = time.perf_counter() - started
+        report = profile_report(profiler, generation, wall_s + generation.stats.tokenize_s, 0.0, 10.0)
+        found = sum(sum(report[stage]["phases"].values()) for stage in ("prefill", "decode"))
+        share = report["decode"]["phases"]["other"] / wall_s
+        assert tokens == 200 and found <= wall_s
+        off.append(max((wall_s - found) / wall_s, share))
+        if off[-1] <= 0.03:
+            break
+    assert min(off) <= 0.03
+
+
+def test_other_is_small_in_a_run_of_200_tokens(tmp_path):
+    """The program's own wall time, from its start to the summary; the best of three tries, as above. --json: what it
+    takes to hand over text, piece by piece, depends on who reads."""
+    file, shares = tmp_path / "p.json", []
+    while len(shares) < 3 and min(shares, default=1) > 0.03:
+        assert run("generate", "He said,", "-n", 200, "--ignore-eos", "--json", "--profile-json", file).returncode == 0
+        report = json.loads(file.read_text())
+        shares.append(report["phases"]["other"] / report["wall_s"])
+    assert 0 < min(shares) <= 0.03
+
+
 def test_details_are_parts_of_their_phase(profiled):
-    detail, phases = profiled[2]["detail"]["decode"], profiled[2]["decode"]["phases"]
-    assert {"qkv_proj", "o_proj", "attention", "rope", "kv_store", "rmsnorm"} <= set(detail["attention"])
-    # Activations that attention quantizes are counted under quantize.
-    assert sum(detail["attention"].values()) == pytest.approx(phases["attention"], abs=phases["quantize"] + 1e-9)
-    layers = profiled[2]["detail"]["layers"]
-    assert list(layers) == [0, 1, 2]
-    assert sum(row["attention"] for row in layers.values()) == pytest.approx(phases["attention"])
+    for stage in ("prefill", "decode"):
+        detail, phases = profiled[2]["detail"][stage], profiled[2][stage]["phases"]
+        assert {"qkv_proj", "o_proj", "attention", "rope", "kv_store", "rmsnorm"} <= set(detail["attention"])
+        # Activations that attention quantizes are counted under quantize.
+        assert sum(detail["attention"].values()) == pytest.approx(phases["attention"], abs=phases["quantize"] + 1e-9)
+        layers = profiled[2]["detail"]["layers"][stage]
+        assert list(layers) == [0, 1, 2]
+        for phase in ("attention", "router", "expert_gate_up", "expert_down"):
+            assert all(row[phase] > 0 for row in layers.values())
+            assert sum(row[phase] for row in layers.values()) == pytest.approx(phases[phase])
+
+
+def test_kernels_by_layer_are_those_of_all_layers(loaded, profiled):
+    report, rounds = profiled[2], profiled[2]["decode"]["rounds"]
+    for stage, calls in (("prefill", 1), ("decode", rounds)):
+        rows = report["detail"]["kernels_by_layer"][stage]
+        assert len(rows) == len({(r["layer"], r["role"], r["format"]) for r in rows}) == 3 * 5 + 1
+        assert {r["layer"] for r in rows if r["role"] != "head lm_head"} == {0, 1, 2}
+        assert all(list(r) == ["layer", "role", "format", "calls", "seconds"] for r in rows)
+        assert all(r["calls"] == calls and r["seconds"] > 0 for r in rows)
+        formats = {(r["layer"], r["role"]): r["format"] for r in rows}
+        for n in range(3):
+            assert formats[n, "experts down"] == loaded.files.record(f"layers.{n}.mlp.experts.0.down_proj").format
+            assert formats[n, "attention o_proj"] == loaded.files.record(f"layers.{n}.self_attn.o_proj").format
+        for total in report[stage]["kernels"]:
+            seconds = sum(r["seconds"] for r in rows if r["role"].startswith(total["role"]))
+            if total["role"] == "experts":  # without what their call does besides
+                assert 0.5 * total["seconds"] < seconds < total["seconds"]
+            else:
+                assert seconds == pytest.approx(total["seconds"])
+
+
+@pytest.fixture(scope="module")
+def streamed():
+    """(engine with half of its experts in memory, what its streamer had counted before, the profile of a run)"""
+    half = engine.load(threads=2, expert_slots=12, history=False)
+    before = half.stream.cache.stats()
+    return half, before, profile(half, spec=4)
+
+
+def test_read_wait_is_what_the_streamer_counts(streamed):
+    """Asking for experts and taking them into use are no waiting."""
+    half, before, (_, _, report) = streamed
+    after = half.stream.cache.stats()
+    waits = [report[stage]["phases"]["read_wait"] for stage in ("prefill", "decode")]
+    assert min(waits) > 0 and sum(waits) == pytest.approx(after["wait_s"] - before["wait_s"], rel=1e-6)
+    detail = report["detail"]["decode"]
+    assert list(detail["read_wait"]) == ["streamer_next"]
+    assert {"streamer_request", "streamer_use", "streamer_next"} <= set(detail["python"])
+    for name in ("bytes", "hits", "misses"):
+        assert sum(report[stage]["io"][name] for stage in ("prefill", "decode")) == after[name] - before[name]
+    assert report["prefill"]["io"]["hit_rate"] < report["decode"]["io"]["hit_rate"] < 1
+
+
+def test_what_looks_ahead_does_not_move_a_layer(streamed):
+    """The next layer's router runs within a layer; that layer's experts come behind it."""
+    half, _, (profiler, _, report) = streamed
+    assert half.stream.stats()["lookahead"] != "off"
+    for stage in ("prefill", "decode"):
+        rows = report["detail"]["kernels_by_layer"][stage]
+        assert {r["layer"] for r in rows if r["role"] == "experts down"} == {0, 1, 2}
+        assert all(row["expert_down"] > 0 for row in report["detail"]["layers"][stage].values())
+    assert {layer for stage, section, layer in profiler.parts if section == "mlp"} == {0, 1, 2}
+
+
+def test_text_has_a_line_for_what_applies(profiled, streamed):
+    plain = format_report(profiled[2])
+    assert "experts from disk" not in plain and "1: " in re.search(r"drafts accepted by position: .*", plain)[0]
+    assert re.search(r"rounds: \d+\.\d+ ms, \d\.\d\d tokens each", plain)
+    lines = [line for line in format_report(streamed[2][2]).splitlines() if "experts from disk" in line]
+    for line, stage in zip(lines, ("prefill", "decode"), strict=True):
+        io = streamed[2][2][stage]["io"]
+        assert f"{io['bytes'] / 1e6:.1f} MB" in line and f"{io['hit_rate']:.1%} hits" in line and "MB/s" in line
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+def test_an_interrupted_run_adds_up(loaded, at):
+    generation = loaded.generate("He said,", max_tokens=64, temperature=0, ignore_eos=True)
+    calls, head = itertools.count(), loaded.model.head
+
+    def interrupted(*args):
+        if next(calls) == (0 if at == "prefill" else 5):
+            raise KeyboardInterrupt
+        return head(*args)
+
+    loaded.model.head = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt), Profiler(loaded) as profiler:
+            profiler.attach(generation)
+            list(generation)
+    finally:
+        del loaded.model.head
+    report = profile_report(profiler, generation, 100.0, 0.0, 10.0)
+    part = report[at]
+    assert part["phases"]["attention"] > 0 and part["phases"]["python"] > 0
+    assert sum(part["phases"].values()) == pytest.approx(part["wall_s"], rel=1e-6)
+    assert sum(report["phases"].values()) == pytest.approx(100.0, rel=1e-6)
 
 
 def test_counts_are_those_of_the_run(loaded, profiled):
@@ -144,13 +284,16 @@ def test_command_line_writes_all_forms(tmp_path):
         assert text in done.stderr
     report = json.loads(files["p.json"].read_text())
     assert sum(report["phases"].values()) == pytest.approx(report["wall_s"], rel=0.03)
-    assert report["phases"]["other"] <= 0.2 * report["wall_s"]
     assert "<svg" in files["p.html"].read_text() and json.loads(files["t.json"].read_text())["traceEvents"]
 
 
 def test_layers_on_request():
     done = run("generate", "In the", "-n", 4, "--profile-layers")
-    assert "decode by layer" in done.stderr and re.search(r"^ +2 +\d", done.stderr, re.M)
+    for stage in ("prefill", "decode"):
+        table = done.stderr.split(f"{stage} by layer, ms\n")[1].splitlines()
+        assert "attention" in table[0] and [line.split()[0] for line in table[1:4]] == ["0", "1", "2"]
+        table = done.stderr.split(f"{stage} by layer, product and format, ms\n")[1].splitlines()
+        assert "experts.down:q8_0" in table[0] and [line.split()[0] for line in table[1:5]] == ["-", "0", "1", "2"]
 
 
 @pytest.mark.parametrize("option", ["--profile-json", "--profile-html", "--trace"])

@@ -12,6 +12,7 @@ import spec_tools
 from cli_program import assert_error, run
 
 import engine
+from engine.commands.generate import describe_spec
 from engine.errors import ConfigError
 from engine.runtime import SHIPPED_MODEL
 from engine.sampler import SamplingParams
@@ -242,6 +243,29 @@ def test_report_counts_what_happened(shipped):
     assert found["sources"] == {"oracle": {"drafted": 64, "accepted": 64}} and found["gain"] is None
     # 3 layers of 8 experts, 2 per token: 5 rows use at least 2 and at most 8 of each layer.
     assert 6 <= found["experts_per_round"] <= 24 and found["experts_by_window"] == {5: found["experts_per_round"]}
+
+
+def test_what_was_not_measured_or_not_used_is_said(shipped):
+    """A gain needs a plain step; a source that was asked and never taken stands there with nothing."""
+    expected = spec_tools.run(shipped, "In the", max_tokens=41, ignore_eos=True)[4]
+    known = [*expected.prompt_token_ids, *expected.token_ids]
+    speculator = Speculator([OracleSource(known), LookupSource()], FixedPolicy(5))
+    spec_tools.run(shipped, "In the", speculator, max_tokens=41, ignore_eos=True)
+    found = speculator.stats.report()
+    assert found["gain"] is found["extra_expert_bytes"] is None and found["gain_reason"] == "no plain step"
+    assert found["sources"] == {
+        "oracle": {"drafted": 32, "accepted": 32}, "lookup": {"drafted": 0, "accepted": 0}
+    }  # fmt: skip
+    line = describe_spec(speculator.stats)
+    assert "oracle 32/32, lookup 0/0 (by position 1: 100%, 2: 100%, 3: 100%, 4: 100%)" in line
+    assert line.endswith("gain and extra bytes not measured: no plain step")
+
+    idle = Speculator([LookupSource()], FixedPolicy(5))  # nothing to look up, so all steps are plain
+    assert describe_spec(idle.stats).endswith("lookup 0/0; windows: none; gain not measured: no round")
+    spec_tools.run(shipped, "In the", idle, max_tokens=4, ignore_eos=True)
+    found = idle.stats.report()
+    assert found["gain"] == pytest.approx(1.0) and found["gain_reason"] is None and found["extra_expert_bytes"] == 0
+    assert "lookup 0/0; windows: 1 rows 3; " in describe_spec(idle.stats)
 
 
 def test_distinct_experts_and_the_bytes_they_cost(shipped):

@@ -22,13 +22,12 @@ class Profiling:
             return
         from ..bench_profile import combined, combined_trace
         from ..profile.page import document, section
-        from ..profile.report import format_report
+        from ..profile.text import format_report
 
         runs, wanted = self.collector.runs, self._wanted
         if wanted["profile"] or wanted["profile_layers"]:
             for run in runs:
-                by_layer = wanted["profile_layers"] and run.kind == "decode"
-                note(f"\n{run.title}:\n{format_report(run.report, by_layer, (run.kind,))}")
+                note(f"\n{run.title}:\n{format_report(run.report, wanted['profile_layers'], (run.kind,))}")
         if wanted["profile_json"]:
             write_profile(wanted, "profile_json", json.dumps(combined(runs), indent=1) + "\n")
         if wanted["profile_html"]:

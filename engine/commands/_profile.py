@@ -57,10 +57,10 @@ class Profiling:
             return
         from ..profile import Profiler
 
-        self._load_s = time.perf_counter() - self._started - generation.stats.tokenize_s
         self._profiler = Profiler(loaded, trace=self._wanted["trace"] is not None)
         with self._profiler as profiler:
             profiler.attach(generation)
+            self._load_s = time.perf_counter() - self._started - generation.stats.tokenize_s
             yield
 
     def finish(self, generation) -> None:
@@ -68,7 +68,8 @@ class Profiling:
         if self._profiler is None:
             return
         from ..bandwidth import memory_bandwidth
-        from ..profile.report import format_report, profile_report
+        from ..profile.report import profile_report
+        from ..profile.text import format_report
 
         wall_s, wanted = time.perf_counter() - self._started, self._wanted
         bandwidth = memory_bandwidth(self._profiler.engine.context)

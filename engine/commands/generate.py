@@ -46,10 +46,14 @@ def describe_stats(generation, finish_reason: str) -> str:
 
 def describe_spec(stats) -> str:
     """One line on what speculation did, and what it was worth."""
+    from ..spec import describe
+
     r = stats.report()
     windows = ", ".join(f"{n} rows {count}" for n, count in r["windows"].items())
     sources = ", ".join(f"{name} {s['accepted']}/{s['drafted']}" for name, s in r["sources"].items()) or "no drafts"
-    gain = f"; {r['gain']:.2f} x plain decode" if r["gain"] else ""
+    by_position = describe.acceptance(r)
+    accepted = f"{sources} (by position {by_position})" if by_position else sources
+    gain = f"; {describe.gain(r)}"
     if r["experts_per_round"]:
         extra = "" if r["extra_expert_bytes"] is None else f", {size(r['extra_expert_bytes'])} more than plain steps"
         gain = f"; {r['experts_per_round']:.1f} experts a round{extra}{gain}"
@@ -59,7 +63,7 @@ def describe_spec(stats) -> str:
         gain += f"; auto switched {len(r['switches'])} times, last: {r['reason']}"
     return (
         f"spec: {r['rounds']} rounds of {r['ms_per_round']:.2f} ms, {r['tokens_per_round']:.2f} tokens a round; "
-        f"accepted {sources}; windows: {windows}{gain}"
+        f"accepted {accepted}; windows: {windows or 'none'}{gain}"
     )
 
 

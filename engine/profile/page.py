@@ -4,14 +4,14 @@ import itertools
 import math
 from html import escape
 
-from .report import STEP_PHASES
+from .report import STAGE_PHASES
 
 COLOURS = {
     "embed": "#8c8c8c", "attention": "#4c78a8", "router": "#9ecae9", "expert_gate_up": "#f58518", "quantize": "#ffbf79",
     "expert_down": "#e45756", "read_wait": "#b279a2", "head": "#54a24b", "sample": "#88d27a", "draft": "#72b7b2",
-    "verify": "#b6e3e0", "python": "#d8b5a5",
+    "verify": "#b6e3e0", "python": "#d8b5a5", "load": "#9d755d", "tokenize": "#d6c9bf", "other": "#e6e6e6",
 }  # fmt: skip
-LIGHT = ("router", "quantize", "sample", "verify", "python", "draft")  # dark text on these
+LIGHT = ("router", "quantize", "sample", "verify", "python", "draft", "tokenize", "other")  # dark text on these
 # Per token over time there are fewer parts: name, colour, and whose native time it is.
 STACK = (("attention", COLOURS["attention"], "attention"), ("experts", COLOURS["expert_gate_up"], "mlp"),
          ("read_wait", COLOURS["read_wait"], None), ("head", COLOURS["head"], "head"),
@@ -45,7 +45,7 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, title: s
 def _stacked(phases: dict, wall_s: float, per: int, label: str) -> str:
     """One bar: the phases of an average token (or of the whole prefill), side by side."""
     x, body = 0.0, []
-    for name in STEP_PHASES:
+    for name in STAGE_PHASES:
         width = WIDTH * phases.get(name, 0.0) / wall_s if wall_s else 0.0
         ms = phases.get(name, 0.0) * 1e3 / max(per, 1)
         body.append(_rect(x, 0, width, BAR_HEIGHT, COLOURS[name], f"{name}: {ms:.3f} ms, {width / WIDTH:.1%}"))
@@ -210,7 +210,8 @@ def document(sections: list[str]) -> str:
 def section(report: dict, profiler, title: str = "millstream profile") -> str:
     """The part of a page that shows one run."""
     decode, prefill = report["decode"], report["prefill"]
-    key = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in COLOURS.items())
+    shown = [name for name in COLOURS if decode["phases"][name] or prefill["phases"][name]]
+    key = "".join(f'<span><i style="background:{COLOURS[name]}"></i>{name}</span>' for name in shown)
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(report['model'])}, tier {report['isa']}; {prefill['tokens']} tokens of prompt in "

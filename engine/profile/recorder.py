@@ -17,22 +17,22 @@ from .call_log import OUTSIDE, CallLog, Mark
 NUM_EXPERTS_ARGUMENT = 6  # of moe_experts
 UNTIMED = ("moe_timing", "moe_streamer_stats")  # of the profiler itself
 PARTS = ("quantize", "gate_up", "down")  # enum moe_time
+STREAM_COUNTERS = ("hits", "misses", "bytes", "reads", "service_s", "busy_s", "wait_s")
 STEPS, MAX_SECTIONS = 64, 1 << 14  # written down before they are added up
 
 
 class _Tagged:
-    """A callable that names itself while it runs."""
+    """A callable that names itself while it runs, wherever that is: look-ahead asks the router of the next layer."""
 
-    def __init__(self, log: list, call, inside: Mark, tag: str):
-        self._extend, self._call, self._after = log.extend, call, inside.entry
-        self._before = Mark(inside.section, inside.layer, tag).entry
+    def __init__(self, profiler, call, mark: Mark):
+        self._extend, self._call, self._profiler, self._before = profiler.extend, call, profiler, mark.entry
 
     def __call__(self, *args, **options):
         self._extend(self._before)
         try:
             return self._call(*args, **options)
         finally:
-            self._extend(self._after)
+            self._extend(self._profiler.inside)
 
     def __getattr__(self, name):
         return getattr(self._call, name)
@@ -46,6 +46,7 @@ class _TimedSpeculator:
 
     def start(self, *args):
         self._speculator.start(*args)
+        self._profiler.end_prefill()
 
     def window(self, text, room):
         profiler = self._profiler
@@ -68,7 +69,11 @@ class Profiler:
     times: (stage, section, layer, tag, function) -> [ns, calls]; stage is "prefill" or "decode"; section is the part of
     the forward pass (embed, attention, mlp, head, or "" outside of it); tag a named matrix product, or "".
     parts: (stage, section, layer) -> ns of PARTS inside the section's native calls.
-    python: (stage, phase) -> ns of Python that belongs to a phase of its own (draft, verify).
+    python: (stage, phase) -> ns of Python that belongs to a phase of its own (draft, verify), or to the profiler.
+    text_ns: what making text of new tokens took, outside of prefill and rounds.
+    engine_ns: what the caller waited for pieces of text in all; 0 for one that takes tokens.
+    io: stage -> what the streamer's counters (STREAM_COUNTERS) grew by; empty where nothing is streamed.
+    unfinished_ns: stage -> ns of the prefill or round that was interrupted.
     rounds: one dict per decode round: start and end (ns), rows, tokens, position, native (ns by section), and the
     streamer's counters then.
     experts: layer -> counts per expert. events: (name, category, start ns, ns, layer) when trace is on.
@@ -78,11 +83,14 @@ class Profiler:
         self.engine, self.stage, self.layer = engine, "prefill", -1
         self.python: dict = defaultdict(int)
         self.rounds: list[dict] = []
+        self.io: dict[str, dict] = {}
+        self.unfinished_ns = {"prefill": 0, "decode": 0}
+        self.text_ns = self.engine_ns = 0
         self.events: list | None = [] if trace else None
         self.bytes: dict = {}  # tag's (section, layer, tag) -> (bytes read by one call, format)
         self.busy_ns: list[int] = []
         self._calls = CallLog(len(PARTS))
-        self._extend = self._calls.log.extend
+        self.extend, self.inside = self._calls.log.extend, OUTSIDE.entry  # inside: the section that runs
         self._restore: list = []
         self._ctx = engine.context.handle
         self._marks: dict[tuple[str, int], Mark] = {}
@@ -115,14 +123,20 @@ class Profiler:
             self._tag_products(block.attention, "attention", n)
             self._tag_mlp(block.mlp, n)
         self._tag_products(model, "head", -1)
+        self._replace(self.engine.tokenizer, "token_bytes", self._timed_text(self.engine.tokenizer.token_bytes))
         lib.observe(self._timed)
         lib.moe_timing(self._ctx, 1, ffi.NULL, ffi.NULL)
         self._part_log[:] = [self._part_times[:]]
         self._calls.clear()
         self._busy_before = self._busy()
+        self._stream_before = self._stream_counters()
+        self._round_started = time.perf_counter_ns()  # of the prefill, so far
         return self
 
     def __exit__(self, *exc):
+        if self._round_started:
+            self.unfinished_ns[self.stage] = time.perf_counter_ns() - self._round_started
+        self._end_stage()
         self._fold()
         self.experts = {layer: counts.tolist() for layer, (counts, _) in self._experts.items()}
         self.busy_ns = [b - a for a, b in zip(self._busy_before, self._busy(), strict=True)]
@@ -138,6 +152,7 @@ class Profiler:
     def attach(self, generation) -> None:
         """Follow the rounds of a generation that has not started."""
         generation.speculator = _TimedSpeculator(self, generation.speculator)
+        generation._pieces = self._timed_pieces(generation._pieces)
 
     def _replace(self, obj, name: str, value) -> None:
         self._restore.append((obj, name, vars(obj).get(name)))
@@ -147,9 +162,10 @@ class Profiler:
         return self._marks.setdefault((section, layer), Mark(section, layer))
 
     def _section(self, obj, name: str, section: str, layer: int) -> None:
-        call, mark, extend, end = getattr(obj, name), self._mark(section, layer).entry, self._extend, self._end_section
+        call, mark, extend, end = getattr(obj, name), self._mark(section, layer).entry, self.extend, self._end_section
 
         def run(*args):
+            self.inside = mark
             extend(mark)
             try:
                 return call(*args)
@@ -159,11 +175,12 @@ class Profiler:
         self._replace(obj, name, run)
 
     def _block_section(self, model, name: str) -> None:
-        call, extend, end = getattr(model, name), self._extend, self._end_section
+        call, extend, end = getattr(model, name), self.extend, self._end_section
         marks = {id(block): (n, self._mark(name, n).entry) for n, block in enumerate(model.blocks)}
 
         def run(block, *args):
             self.layer, mark = marks[id(block)]
+            self.inside = mark
             extend(mark)
             try:
                 return call(block, *args)
@@ -181,7 +198,7 @@ class Profiler:
         linear = getattr(obj, name)
         formats = ", ".join(dict.fromkeys(m.format or m.layout for m in linear.matrices))
         self.bytes[section, layer, tag] = (sum(m.num_bytes for m in linear.matrices), formats)
-        self._replace(obj, name, _Tagged(self._calls.log, linear, self._mark(section, layer), tag))
+        self._replace(obj, name, _Tagged(self, linear, Mark(section, layer, tag)))
 
     def _tag_mlp(self, mlp, n: int) -> None:
         routed, shared = getattr(mlp, "routed", None), getattr(mlp, "shared", None)
@@ -211,7 +228,7 @@ class Profiler:
 
     def _timed(self, name: str, function):
         """A function that keeps (name, start, end) of every call; what that means is worked out between steps."""
-        clock, extend, run = time.perf_counter_ns, self._extend, self.experts_run
+        clock, extend, run = time.perf_counter_ns, self.extend, self.experts_run
 
         def call(*args):
             started = clock()
@@ -227,8 +244,36 @@ class Profiler:
             return function
         return experts if name == "moe_experts" else call
 
+    def _timed_pieces(self, pieces):
+        clock, more = time.perf_counter_ns, True
+        try:
+            while more:
+                started = clock()
+                try:
+                    piece = next(pieces, None)
+                finally:
+                    self.engine_ns += clock() - started
+                more = piece is not None
+                if more:
+                    yield piece
+        finally:
+            pieces.close()
+
+    def _timed_text(self, function):
+        clock = time.perf_counter_ns
+
+        def call(token_id):
+            started = clock()
+            try:
+                return function(token_id)
+            finally:
+                self.text_ns += clock() - started
+
+        return call
+
     def _end_section(self) -> None:
-        self._extend(OUTSIDE.entry)
+        self.inside = OUTSIDE.entry
+        self.extend(OUTSIDE.entry)
         self._part_log.append(self._part_times[:])
         if len(self._part_log) > MAX_SECTIONS:  # of a long prefill
             self._fold()
@@ -270,17 +315,36 @@ class Profiler:
         """Time since `started` (ns) that is neither native nor the loop's own."""
         self.python[self.stage, phase] += time.perf_counter_ns() - started
 
-    def begin_round(self, position: int) -> int:
-        """A decode round begins; the first one ends the prefill."""
+    def _stream_counters(self) -> dict:
+        stream = getattr(self.engine, "stream", None)
+        found = stream.cache.stats() if stream else {}
+        return {name: found[name] for name in STREAM_COUNTERS if name in found}
+
+    def _end_stage(self) -> None:
+        now = self._stream_counters()
+        self.io[self.stage] = {name: count - self._stream_before[name] for name, count in now.items()}
+        self._stream_before = now
+
+    def end_prefill(self) -> None:
+        """The prompt is in the cache, the first token chosen."""
         self._cut()
-        self.stage, self._position = "decode", position
+        self._end_stage()
+        self.stage, self._round_started = "decode", 0
+
+    def begin_round(self, position: int) -> int:
+        """A decode round begins."""
+        self._position = position
         self._round_started = time.perf_counter_ns()
         return self._round_started
 
     def end_round(self, rows: int, tokens: int) -> None:
+        """It is over. What the profiler does here is in no round."""
         stream = getattr(self.engine, "stream", None)
+        ended = time.perf_counter_ns()
         self.rounds.append({
-            "start": self._round_started, "end": time.perf_counter_ns(), "rows": rows, "tokens": tokens,
+            "start": self._round_started, "end": ended, "rows": rows, "tokens": tokens,
             "position": self._position, "native": {}, "stream": stream.cache.stats() if stream else None,
         })  # fmt: skip
+        self._round_started = 0
         self._cut(self.rounds[-1])
+        self.add_python("profiler", ended)

@@ -1,23 +1,24 @@
 """Turns what the recorder took into phases that add up, tables, and a verdict.
 
-Phases are those of the decode thread. `python` is what is left of prefill and decode when all native calls, drafting
-and verification are taken away; `other` is what is left of the whole run: printing, and what the caller did between
-tokens.
+Phases are those of the decode thread. `python` is what is left of the prefill and of the rounds, each by its own clock,
+when all native calls, drafting and verification are taken away, and in the whole run what the generation did between
+rounds; `other` is what no clock of a part saw: printing, and what the caller did between tokens.
 """
 
 import statistics
 from collections import defaultdict
 
-from ..experts.layout import expert_bytes
+from .kernel_table import kernels, kernels_by_layer
 
 STEP_PHASES = (
     "embed", "attention", "router", "expert_gate_up", "quantize", "expert_down", "read_wait", "head", "sample",
     "draft", "verify", "python",
 )  # fmt: skip
 PHASES = ("load", "tokenize", "prefill", *STEP_PHASES, "other")
+STAGE_PHASES = tuple(name for name in PHASES if name != "prefill")  # of prefill and decode by themselves
 _MLP_FUNCTIONS = {
     "moe_route": "router", "moe_route_plan": "router", "moe_streamer_next": "read_wait",
-    "moe_streamer_request": "read_wait", "moe_streamer_use": "read_wait", "moe_encode": "load",
+    "moe_streamer_request": "python", "moe_streamer_use": "python", "moe_encode": "load",
     "moe_experts_combine": "expert_down", "moe_check_finite": "expert_down", "moe_add_gated": "expert_down",
     "moe_rmsnorm": "router",
 }  # fmt: skip
@@ -40,68 +41,76 @@ def _detail_name(tag: str, function: str) -> str:
     return tag or function.removeprefix("moe_")
 
 
-def _stage(profiler, stage: str, wall_s: float) -> tuple[dict, dict, dict]:
-    """(phases, detail, by layer) of prefill or decode, in seconds."""
-    phases, detail, layers = (
-        defaultdict(float),
-        defaultdict(lambda: defaultdict(float)),
-        defaultdict(lambda: defaultdict(float)),
-    )
-    native = 0.0
-    for (found, section, layer, tag, function), (ns, _) in profiler.times.items():
-        if found != stage:
-            continue
-        phase = _phase(section, tag, function)
-        native += ns / 1e9 if section or function == "moe_sample" else 0.0
-        if phase == "python":
-            continue
-        for table in (phases, layers[layer]):
-            table[phase] += ns / 1e9
-        detail[phase][_detail_name(tag, function)] += ns / 1e9
+def _waited(profiler, stage: str) -> float:
+    """Share of the time in moe_streamer_next that the decode thread slept, by the streamer's own clock."""
+    called = sum(
+        ns for (found, section, *_, function), (ns, _) in profiler.times.items()
+        if found == stage and section and function == "moe_streamer_next"
+    )  # fmt: skip
+    return min(profiler.io.get(stage, {}).get("wait_s", 0.0) * 1e9 / called, 1.0) if called else 0.0
+
+
+def _add_parts(profiler, stage: str, tables) -> None:
+    """Split what the native side timed inside its calls. tables(layer): those that layer's seconds stand in."""
     for (found, section, layer), (quantize, _, down) in profiler.parts.items():
         if found != stage:
             continue
-        for table in (phases, layers[layer]):
+        for table in tables(layer):
             # Inside moe_experts, whose whole time is under expert_gate_up so far; dense products under their section.
             table["expert_gate_up"] -= down / 1e9
             table["expert_down"] += down / 1e9
             table["quantize"] += quantize / 1e9
             table["expert_gate_up" if section == "mlp" else section] -= quantize / 1e9
-    for (found, phase), ns in profiler.python.items():
-        if found == stage:
-            phases[phase] += ns / 1e9
-    named = sum(profiler.python[stage, p] / 1e9 for p in ("draft", "verify"))
-    phases["python"] = max(wall_s - native - named, 0.0)
+
+
+def _native(profiler, stage: str) -> tuple[dict, dict, dict]:
+    """(phases, detail, by layer): seconds in native calls of prefill or decode. What lies in none of the phases, such
+    as asking for experts, has an entry under `python` in the detail only."""
+    phases = defaultdict(float)
+    detail, layers = (defaultdict(lambda: defaultdict(float)) for _ in range(2))
+    waited = _waited(profiler, stage)
+    for (found, section, layer, tag, function), (ns, _) in profiler.times.items():
+        if found != stage:
+            continue
+        phase, seconds = _phase(section, tag, function), ns / 1e9
+        if phase == "read_wait":
+            detail["python"][_detail_name(tag, function)] += seconds * (1 - waited)
+            seconds *= waited
+        detail[phase][_detail_name(tag, function)] += seconds
+        if phase != "python":
+            phases[phase] += seconds
+            layers[layer][phase] += seconds
+    _add_parts(profiler, stage, lambda layer: (phases, layers[layer]))
     layers.pop(-1, None)
-    found = {name: phases.get(name, 0.0) for name in STEP_PHASES}
-    if phases.get("load"):
-        found["load"] = phases["load"]  # experts re-coded when they were first used
+    return phases, detail, layers
+
+
+def _stage(profiler, stage: str, wall_s: float, clock_s: float) -> tuple[dict, dict, dict]:
+    """(phases, detail, by layer) of prefill or decode, in seconds. clock_s: of wall_s, what lay within the prefill or
+    the rounds."""
+    phases, detail, layers = _native(profiler, stage)
+    native = sum(phases.values())
+    for (found, name), ns in profiler.python.items():
+        if found == stage and name in STAGE_PHASES:
+            phases[name] += ns / 1e9
+        elif found == stage:
+            detail["python"][name] += ns / 1e9
+            clock_s += ns / 1e9  # the profiler's own, behind a round
+    phases["python"] = max(clock_s - native - phases["draft"] - phases["verify"], 0.0)
+    phases["other"] = max(wall_s - clock_s, 0.0)
+    found = {name: phases[name] for name in STAGE_PHASES}
     return found, {k: dict(v) for k, v in detail.items()}, {n: dict(v) for n, v in sorted(layers.items())}
 
 
-def kernels(profiler, stage: str) -> list[dict]:
-    """Seconds, bytes and GB/s by (role, format), all layers together, slowest first."""
-    rows: dict = defaultdict(lambda: {"calls": 0, "seconds": 0.0, "bytes": 0})
-    for (found, section, layer, tag, function), (ns, calls) in profiler.times.items():
-        if found != stage:
-            continue
-        if (section, layer, tag) in profiler.bytes and function == "moe_linear":
-            nbytes, fmt = profiler.bytes[section, layer, tag]
-            row = rows[f"{section} {tag}" if section != tag else tag, fmt]
-            row["bytes"] += nbytes * calls
-        elif function == "moe_experts":
-            nbytes, fmt = expert_bytes(profiler.engine, layer)
-            row = rows["experts", fmt]
-            row["bytes"] += nbytes * profiler.experts_run[stage, layer]
-        else:
-            continue
-        row["calls"] += calls
-        row["seconds"] += ns / 1e9
-    found = [
-        {"role": role, "format": fmt, **row, "gb_s": row["bytes"] / row["seconds"] / 1e9 if row["seconds"] else 0.0}
-        for (role, fmt), row in rows.items()
-    ]
-    return sorted(found, key=lambda row: -row["seconds"])
+def _io(counts: dict) -> dict | None:
+    """The streamer's work in a stage; times in seconds, mb_per_s while it read."""
+    if not counts:
+        return None
+    asked, busy = counts["hits"] + counts["misses"], counts["busy_s"]
+    return counts | {
+        "hit_rate": counts["hits"] / asked if asked else 0.0,
+        "mb_per_s": counts["bytes"] / busy / 1e6 if busy else 0.0,
+    }
 
 
 def _distribution(rounds: list[dict]) -> dict:
@@ -152,33 +161,54 @@ def profile_report(profiler, generation, wall_s: float, load_s: float, bandwidth
     could start (imports, loading), tokenizing left out.
 
     Top level: wall_s and phases (seconds, sum = wall_s; prefill as a whole, decode by phase), objects `prefill` and
-    `decode` with the same two keys, sub-phases in `detail` (not summed), worker time in `threads`.
+    `decode` with the same two keys (phases without `prefill`), sub-phases in `detail` (not summed), worker time in
+    `threads`.
     """
     stats, engine = generation.stats, profiler.engine
-    prefill, prefill_detail, _ = _stage(profiler, "prefill", stats.prefill_s)
-    decode, detail, layers = _stage(profiler, "decode", stats.decode_s)
-    phases = {"load": load_s, "tokenize": stats.tokenize_s, "prefill": stats.prefill_s, **decode}
-    phases["load"] += decode.get("load", 0.0)
+    open_s = {name: ns / 1e9 for name, ns in profiler.unfinished_ns.items()}  # when interrupted
+    prefill_s = stats.prefill_s or (open_s["prefill"] if any(stage == "prefill" for stage, *_ in profiler.times) else 0)
+    decode_s = stats.decode_s + open_s["decode"]
+    rounds_s = sum(r["end"] - r["start"] for r in profiler.rounds) / 1e9 + open_s["decode"]
+    prefill, prefill_detail, prefill_layers = _stage(profiler, "prefill", prefill_s, prefill_s)
+    decode, detail, layers = _stage(profiler, "decode", decode_s, rounds_s)
+    tokenize_s = stats.tokenize_s + profiler.text_ns / 1e9
+    phases = decode | {"load": load_s + decode["load"], "tokenize": tokenize_s, "prefill": prefill_s, "other": 0.0}
+    if profiler.engine_ns:  # the loop between rounds: stop texts, making the session
+        phases["python"] += max(profiler.engine_ns / 1e9 - prefill_s - decode_s - profiler.text_ns / 1e9, 0.0)
     phases["other"] = max(wall_s - sum(phases.values()), 0.0)
     tokens = sum(r["tokens"] for r in profiler.rounds)
     num_rounds = len(profiler.rounds)
     busy = [ns / 1e9 for ns in profiler.busy_ns]
-    computing = stats.prefill_s + stats.decode_s
+    computing = prefill_s + decode_s
+    weights = kernels(profiler, "decode")
     report = {
         "wall_s": wall_s,
-        "phases": {name: phases.get(name, 0.0) for name in PHASES},
-        "prefill": {"wall_s": stats.prefill_s, "phases": prefill, "tokens": stats.prompt_tokens - stats.reused_tokens},
+        "phases": {name: phases[name] for name in PHASES},
+        "prefill": {
+            "wall_s": prefill_s,
+            "phases": prefill,
+            "tokens": stats.prompt_tokens - stats.reused_tokens,
+            "kernels": kernels(profiler, "prefill"),
+            "io": _io(profiler.io.get("prefill", {})),
+        },
         "decode": {
-            "wall_s": stats.decode_s,
+            "wall_s": decode_s,
             "phases": decode,
             "rounds": num_rounds,
             "tokens": tokens,
-            "ms_per_round": stats.decode_s * 1e3 / num_rounds if num_rounds else None,
+            "ms_per_round": decode_s * 1e3 / num_rounds if num_rounds else None,
             "tokens_per_round": tokens / num_rounds if num_rounds else None,
             "ms_per_token": _distribution(profiler.rounds),
-            "kernels": kernels(profiler, "decode"),
+            "kernels": weights,
+            "weight_bytes": sum(row["bytes"] for row in weights),
+            "io": _io(profiler.io.get("decode", {})),
         },
-        "detail": {"prefill": prefill_detail, "decode": detail, "layers": layers},
+        "detail": {
+            "prefill": prefill_detail,
+            "decode": detail,
+            "layers": {"prefill": prefill_layers, "decode": layers},
+            "kernels_by_layer": {stage: kernels_by_layer(profiler, stage) for stage in ("prefill", "decode")},
+        },
         "threads": {"busy_s": busy, "utilisation": [b / computing if computing else 0.0 for b in busy]},
         "experts": profiler.experts,
         "streamer": engine.stream.stats() if engine.stream else None,
@@ -187,45 +217,5 @@ def profile_report(profiler, generation, wall_s: float, load_s: float, bandwidth
         "model": str(engine.files.path),
         "isa": engine.context.tier,
     }
-    report["prefill"]["kernels"] = kernels(profiler, "prefill")
     report["verdict"] = verdict(report, bandwidth_gb_s)
     return report
-
-
-def _table(title: str, wall_s: float, phases: dict, per: int, unit: str) -> list[str]:
-    lines = [f"{title}: {wall_s:.3f} s"]
-    for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
-        if seconds >= 0.0005 * wall_s:
-            each = f"{seconds * 1e3 / per:10.3f} ms/{unit}" if per else ""
-            lines.append(f"  {name:16}{seconds:9.3f} s {seconds / wall_s if wall_s else 0:6.1%}{each}")
-    return lines
-
-
-def format_report(report: dict, by_layer: bool = False, parts: tuple = ("run", "prefill", "decode")) -> str:
-    """The profile as text for a terminal. parts: what of it; the verdict is one on decoding."""
-    decode, prefill = report["decode"], report["prefill"]
-    lines = _table("profile: whole run", report["wall_s"], report["phases"], 0, "") if "run" in parts else []
-    if "prefill" in parts:
-        lines += _table(f"prefill of {prefill['tokens']} tokens", prefill["wall_s"], prefill["phases"], 0, "")
-    if decode["rounds"] and "decode" in parts:
-        title = f"decode of {decode['tokens']} tokens in {decode['rounds']} rounds"
-        lines += _table(title, decode["wall_s"], decode["phases"], decode["tokens"], "token")
-        spread = decode["ms_per_token"]
-        lines.append(f"  ms per token: p50 {spread['p50']:.3f}, p95 {spread['p95']:.3f}, max {spread['max']:.3f}")
-        lines.append("weights read while decoding:")
-        for row in decode["kernels"]:
-            lines.append(
-                f"  {row['role']:28}{row['format']:12}{row['seconds']:9.3f} s{row['bytes'] / 1e9:9.2f} GB"
-                f"{row['gb_s']:8.2f} GB/s"
-            )
-    if by_layer:
-        names = [p for p in STEP_PHASES if any(p in row for row in report["detail"]["layers"].values())]
-        lines.append("decode by layer, ms")
-        lines.append("  layer" + "".join(f"{p:>16}" for p in names))
-        for layer, row in report["detail"]["layers"].items():
-            lines.append(f"  {layer:5}" + "".join(f"{row.get(p, 0) * 1e3:16.2f}" for p in names))
-    use = ", ".join(f"{u:.0%}" for u in report["threads"]["utilisation"])
-    lines.append(f"threads busy: {use}")
-    if "decode" in parts:
-        lines.append(f"verdict: {report['verdict']}")
-    return "\n".join(lines)

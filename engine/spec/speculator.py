@@ -51,6 +51,12 @@ class SpecStats:
         """Emitted: one a round, and the accepted drafts."""
         return self.rounds + self.accepted
 
+    def unmeasured(self) -> str | None:
+        """Why nothing can be compared with plain decode; None where it can."""
+        if not self.rounds:
+            return "no round"
+        return None if self.windows[1] else "no plain step"
+
     def extra_expert_bytes(self) -> int | None:
         """Expert bytes that windows read beyond what as many plain steps as there were rounds would have; None where no
         plain step was made."""
@@ -77,6 +83,7 @@ class SpecStats:
             "tokens_per_round": tokens_per_round,
             "plain_ms_per_token": plain_ms,
             "gain": gain,  # tokens per round / (ms per round / ms per token); None where no plain step was measured
+            "gain_reason": self.unmeasured(),  # why there is no gain, and no extra_expert_bytes
             "drafted": self.drafted,
             "accepted": self.accepted,
             "cut_windows": self.cut.windows if self.cut else None,  # None: no window may be cut short
@@ -111,6 +118,7 @@ class Speculator:
 
     def __init__(self, sources: list[DraftSource], policy, cut: DraftCut | None = None):
         self.sources, self.policy, self.cut, self.stats = sources, policy, cut, SpecStats(policy, cut)
+        self.stats.sources = {source.name: SourceStats() for source in sources}  # those never used count, too
         self._experts_used = 0
 
     def start(self, experts_used: int, kv=None) -> None:
@@ -167,7 +175,7 @@ class Speculator:
         for i in range(min(accepted + 1, verified)):
             s.offered_at[i] += 1
             s.accepted_at[i] += i < accepted
-        source = s.sources.setdefault(window.key[0], SourceStats())
+        source = s.sources[window.key[0]]
         source.drafted += drafts
         source.accepted += accepted
 
