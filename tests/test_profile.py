@@ -5,6 +5,7 @@ import json
 import re
 import time
 
+import mtp_models
 import pytest
 from cli_program import run
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ from engine.profile import PHASES, Profiler, profile_report
 from engine.profile.page import page
 from engine.profile.text import format_report
 from engine.profile.trace import chrome_trace
+from engine.runtime import SHIPPED_MODEL
 from engine.session import Session
 
 KEYS = [
@@ -63,10 +65,14 @@ def test_phases_have_the_agreed_names_and_add_up(profiled):
 
 def test_python_is_what_the_trace_shows_between_native_calls(profiled):
     """Counted again from starts and ends of single calls, where the phases come from sums."""
-    profiler, _, report = profiled
+    assert_python_is_between_calls(profiled[0], profiled[2])
+
+
+def assert_python_is_between_calls(profiler, report):
     covered = 0
     for r in profiler.rounds:
-        inside = [(start, ns) for _, _, start, ns, _ in profiler.events if r["start"] <= start < r["end"]]
+        inside = [(start, ns) for _, section, start, ns, _ in profiler.events
+                  if section != "draft" and r["start"] <= start < r["end"]]  # fmt: skip
         assert all(a + ns <= b for (a, ns), (b, _) in itertools.pairwise(sorted(inside)))
         covered += sum(ns for _, ns in inside)
     phases, outside = report["decode"]["phases"], report["detail"]["decode"]["python"]
@@ -171,6 +177,36 @@ def test_what_looks_ahead_does_not_move_a_layer(streamed):
         assert {r["layer"] for r in rows if r["role"] == "experts down"} == {0, 1, 2}
         assert all(row["expert_down"] > 0 for row in report["detail"]["layers"][stage].values())
     assert {layer for stage, section, layer in profiler.parts if section == "mlp"} == {0, 1, 2}
+
+
+def assert_drafting_is_apart(profiler, generation, report):
+    """Calls of a model that drafts are in the draft's clock, and nowhere else."""
+    assert_python_is_between_calls(profiler, report)
+    rounds, (source, found) = len(profiler.rounds), next(iter(generation.stats.spec.report()["sources"].items()))
+    native = sum(report["detail"]["decode"]["draft"].values())
+    assert found["drafted"] > 0 and 0 < native < report["decode"]["phases"]["draft"], source
+    rows = report["detail"]["kernels_by_layer"]["decode"]
+    assert all(row["calls"] == rounds for row in rows)
+    assert {row["layer"] for row in rows} == {-1, *range(len(profiler.engine.model.blocks))}
+    counted = sum(n for (stage, _), n in profiler.experts_run.items() if stage == "decode")
+    assert counted == sum(generation.stats.spec.window_experts)
+    assert report["verdict"].startswith("bound by drafting") or native < 0.3 * report["decode"]["wall_s"]
+    assert report["decode"]["phases"]["python"] > 0
+
+
+def test_a_draft_model_is_drafting():
+    with_draft = engine.load(threads=2, draft_model=SHIPPED_MODEL)
+    found = profile(with_draft, spec=4, draft=["model"])
+    assert_drafting_is_apart(*found)
+    assert "extra bytes not measured: no plain step" in format_report(found[2])
+
+
+def test_the_models_own_layer_is_drafting(tmp_path):
+    mtp_models.checkpoint(tmp_path / "mtp", "glm4_moe")
+    own = engine.load(tmp_path / "mtp", threads=2, mtp=True)
+    found = profile(own, spec=3, draft=["mtp"])
+    assert_drafting_is_apart(*found)
+    assert "forward" not in vars(own.model.mtp)
 
 
 def test_text_has_a_line_for_what_applies(profiled, streamed):

@@ -16,7 +16,7 @@ def _products(profiler, stage: str) -> Iterator[tuple]:
         if function == "moe_linear" and (section, layer, tag) in profiler.bytes:
             nbytes, fmt = profiler.bytes[section, layer, tag]
             yield layer, f"{section} {tag}" if section != tag else tag, fmt, calls, ns, nbytes * calls
-        elif function == "moe_experts":
+        elif function == "moe_experts" and section == "mlp":
             nbytes, fmt = expert_bytes(profiler.engine, layer)
             yield layer, "experts", fmt, calls, ns, nbytes * profiler.experts_run[stage, layer]
 

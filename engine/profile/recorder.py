@@ -17,17 +17,22 @@ from .call_log import OUTSIDE, CallLog, Mark
 NUM_EXPERTS_ARGUMENT = 6  # of moe_experts
 UNTIMED = ("moe_timing", "moe_streamer_stats")  # of the profiler itself
 PARTS = ("quantize", "gate_up", "down")  # enum moe_time
+DRAFT, MTP = "draft", "mtp"
 STREAM_COUNTERS = ("hits", "misses", "bytes", "reads", "service_s", "busy_s", "wait_s")
 STEPS, MAX_SECTIONS = 64, 1 << 14  # written down before they are added up
 
 
 class _Tagged:
-    """A callable that names itself while it runs, wherever that is: look-ahead asks the router of the next layer."""
+    """A callable that names itself while it runs in any layer's section of its kind: look-ahead asks the router of the
+    next layer. A draft's own use of it is drafting."""
 
     def __init__(self, profiler, call, mark: Mark):
-        self._extend, self._call, self._profiler, self._before = profiler.extend, call, profiler, mark.entry
+        self._extend, self._call, self._profiler = profiler.extend, call, profiler
+        self._section, self._before = mark.section, mark.entry
 
     def __call__(self, *args, **options):
+        if self._profiler.inside[0].section != self._section:
+            return self._call(*args, **options)
         self._extend(self._before)
         try:
             return self._call(*args, **options)
@@ -51,7 +56,10 @@ class _TimedSpeculator:
     def window(self, text, room):
         profiler = self._profiler
         started = profiler.begin_round(len(text))
-        window = self._speculator.window(text, room)
+        if self.stats is None:  # plain decode
+            window = self._speculator.window(text, room)
+        else:
+            window = profiler.draft(self._speculator.window, text, room)
         profiler.add_python("draft", started)
         return window
 
@@ -67,9 +75,11 @@ class Profiler:
     """Times of one run of one engine. Use as a context manager around it, and attach the generation before it starts.
 
     times: (stage, section, layer, tag, function) -> [ns, calls]; stage is "prefill" or "decode"; section is the part of
-    the forward pass (embed, attention, mlp, head, or "" outside of it); tag a named matrix product, or "".
+    the forward pass (embed, attention, mlp, head; DRAFT: in the making of a window; MTP: the layer that drafts, while
+    it follows the text; or "" outside of all); tag a named matrix product, or "".
     parts: (stage, section, layer) -> ns of PARTS inside the section's native calls.
-    python: (stage, phase) -> ns of Python that belongs to a phase of its own (draft, verify), or to the profiler.
+    python: (stage, phase) -> ns of a phase with a clock of its own (draft, with the native calls in it, and verify), or
+    of the profiler.
     text_ns: what making text of new tokens took, outside of prefill and rounds.
     engine_ns: what the caller waited for pieces of text in all; 0 for one that takes tokens.
     io: stage -> what the streamer's counters (STREAM_COUNTERS) grew by; empty where nothing is streamed.
@@ -124,6 +134,8 @@ class Profiler:
             self._tag_mlp(block.mlp, n)
         self._tag_products(model, "head", -1)
         self._replace(self.engine.tokenizer, "token_bytes", self._timed_text(self.engine.tokenizer.token_bytes))
+        if model.mtp is not None:
+            self._section(model.mtp, "forward", MTP, -1)
         lib.observe(self._timed)
         lib.moe_timing(self._ctx, 1, ffi.NULL, ffi.NULL)
         self._part_log[:] = [self._part_times[:]]
@@ -165,6 +177,8 @@ class Profiler:
         call, mark, extend, end = getattr(obj, name), self._mark(section, layer).entry, self.extend, self._end_section
 
         def run(*args):
+            if self.inside is not OUTSIDE.entry:  # the layer that drafts, in the making of a window
+                return call(*args)
             self.inside = mark
             extend(mark)
             try:
@@ -237,7 +251,8 @@ class Profiler:
             return result
 
         def experts(*args):
-            run[self.stage, self.layer] += args[NUM_EXPERTS_ARGUMENT]
+            if self.inside[0].section == "mlp":
+                run[self.stage, self.layer] += args[NUM_EXPERTS_ARGUMENT]
             return call(*args)
 
         if not name.startswith("moe_") or name in UNTIMED:
@@ -311,8 +326,17 @@ class Profiler:
         lib.moe_timing(self._ctx, 1, ffi.NULL, found)
         return list(found)
 
+    def draft(self, window, *args):
+        """Make a window: native calls in it, of whatever model, are the draft's."""
+        self.inside = self._mark(DRAFT, -1).entry
+        self.extend(self.inside)
+        try:
+            return window(*args)
+        finally:
+            self._end_section()
+
     def add_python(self, phase: str, started: int) -> None:
-        """Time since `started` (ns) that is neither native nor the loop's own."""
+        """Time since `started` (ns) that is not the loop's own."""
         self.python[self.stage, phase] += time.perf_counter_ns() - started
 
     def _stream_counters(self) -> dict:

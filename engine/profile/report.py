@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 
 from .kernel_table import kernels, kernels_by_layer
+from .recorder import DRAFT, MTP
 
 STEP_PHASES = (
     "embed", "attention", "router", "expert_gate_up", "quantize", "expert_down", "read_wait", "head", "sample",
@@ -33,7 +34,7 @@ def _phase(section: str, tag: str, function: str) -> str:
             return "expert_down" if tag.endswith("down") else "expert_gate_up"
         return _MLP_FUNCTIONS.get(function, "expert_gate_up")
     if section:
-        return section
+        return "draft" if section == MTP else section
     return "sample" if function == "moe_sample" else "python"
 
 
@@ -44,8 +45,8 @@ def _detail_name(tag: str, function: str) -> str:
 def _waited(profiler, stage: str) -> float:
     """Share of the time in moe_streamer_next that the decode thread slept, by the streamer's own clock."""
     called = sum(
-        ns for (found, section, *_, function), (ns, _) in profiler.times.items()
-        if found == stage and section and function == "moe_streamer_next"
+        ns for (found, *_, function), (ns, _) in profiler.times.items()
+        if found == stage and function == "moe_streamer_next"
     )  # fmt: skip
     return min(profiler.io.get(stage, {}).get("wait_s", 0.0) * 1e9 / called, 1.0) if called else 0.0
 
@@ -53,7 +54,7 @@ def _waited(profiler, stage: str) -> float:
 def _add_parts(profiler, stage: str, tables) -> None:
     """Split what the native side timed inside its calls. tables(layer): those that layer's seconds stand in."""
     for (found, section, layer), (quantize, _, down) in profiler.parts.items():
-        if found != stage:
+        if found != stage or section in (DRAFT, MTP):
             continue
         for table in tables(layer):
             # Inside moe_experts, whose whole time is under expert_gate_up so far; dense products under their section.
@@ -77,7 +78,7 @@ def _native(profiler, stage: str) -> tuple[dict, dict, dict]:
             detail["python"][_detail_name(tag, function)] += seconds * (1 - waited)
             seconds *= waited
         detail[phase][_detail_name(tag, function)] += seconds
-        if phase != "python":
+        if phase != "python" and section != DRAFT:  # whose clock has its calls in it
             phases[phase] += seconds
             layers[layer][phase] += seconds
     _add_parts(profiler, stage, lambda layer: (phases, layers[layer]))
@@ -89,14 +90,15 @@ def _stage(profiler, stage: str, wall_s: float, clock_s: float) -> tuple[dict, d
     """(phases, detail, by layer) of prefill or decode, in seconds. clock_s: of wall_s, what lay within the prefill or
     the rounds."""
     phases, detail, layers = _native(profiler, stage)
-    native = sum(phases.values())
+    native, timed = sum(phases.values()), 0.0
     for (found, name), ns in profiler.python.items():
         if found == stage and name in STAGE_PHASES:
             phases[name] += ns / 1e9
+            timed += ns / 1e9
         elif found == stage:
             detail["python"][name] += ns / 1e9
             clock_s += ns / 1e9  # the profiler's own, behind a round
-    phases["python"] = max(clock_s - native - phases["draft"] - phases["verify"], 0.0)
+    phases["python"] = max(clock_s - native - timed, 0.0)
     phases["other"] = max(wall_s - clock_s, 0.0)
     found = {name: phases[name] for name in STAGE_PHASES}
     return found, {k: dict(v) for k, v in detail.items()}, {n: dict(v) for n, v in sorted(layers.items())}
@@ -136,10 +138,16 @@ def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
             f"bound by the disk: {share['read_wait']:.0%} of decoding waits for experts; give more memory (--ram), or "
             "convert to a smaller format"
         )
-    if share["python"] + share["draft"] > PYTHON_BOUND:
+    drafting = sum(profile["detail"]["decode"].get("draft", {}).values()) / wall  # native: of a model that drafts
+    if drafting > DISK_BOUND:
         return (
-            f"bound by Python: {share['python'] + share['draft']:.0%} of decoding; the model is small, --spec auto "
-            "makes several tokens per step"
+            f"bound by drafting: {share['draft']:.0%} of decoding; fewer rows (--spec), a smaller draft model, or "
+            "--draft lookup; --spec auto drafts only where it pays"
+        )
+    python = share["python"] + max(share["draft"] - drafting, 0.0)
+    if python > PYTHON_BOUND:
+        return (
+            f"bound by Python: {python:.0%} of decoding; the model is small, --spec auto makes several tokens per step"
         )
     weights = sum(row["bytes"] for row in decode["kernels"])
     seconds = sum(row["seconds"] for row in decode["kernels"])

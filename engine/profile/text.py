@@ -66,7 +66,8 @@ def _layers(report: dict, stage: str) -> list[str]:
     detail = report["detail"]
     layers, kernels = detail["layers"][stage], {}
     for row in detail["kernels_by_layer"][stage]:
-        name = f"{row['role'].replace(' ', '.')}:{row['format'].replace(', ', '+')}"
+        role = row["role"].removeprefix("attention ").removeprefix("mlp ").removeprefix("head ")
+        name = f"{role.replace(' ', '.')}:{row['format'].replace(', ', '+')}"
         kernels.setdefault("-" if row["layer"] < 0 else row["layer"], {})[name] = row["seconds"]
     phases = [p for p in STAGE_PHASES if any(p in row for row in layers.values())]
     products = list(dict.fromkeys(name for row in kernels.values() for name in row))

@@ -175,7 +175,7 @@ class Speculator:
         for i in range(min(accepted + 1, verified)):
             s.offered_at[i] += 1
             s.accepted_at[i] += i < accepted
-        source = s.sources[window.key[0]]
+        source = s.sources.setdefault(window.key[0], SourceStats())
         source.drafted += drafts
         source.accepted += accepted
 
