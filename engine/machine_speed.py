@@ -9,6 +9,7 @@ import numpy as np
 
 from .bandwidth import memory_bandwidth
 from .bench import fixed_ids
+from .cut_model import LayerClock, choose_layers, cut_model
 from .disk_bandwidth import DiskSpeed, measure_bursts
 from .kernels import Context
 from .models import family
@@ -16,21 +17,23 @@ from .synthetic import SyntheticLoader
 
 STEP_SECONDS = 1.5  # about how long decode steps are repeated
 DISK_SECONDS = 1.0
-MAX_STEPS, MIN_STEPS, MAX_PROMPTS, MAX_WINDOWS = 64, 3, 9, 6
+MAX_STEPS, MIN_STEPS, MAX_PROMPTS, MAX_WINDOWS = 64, 3, 9, 32
 CALL_STEPS = 96  # of a layer call's costs when experts are streamed
 READ_BYTES = 1 << 20  # readers take larger pieces in parts of this size
 
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """step_s: mean of decode steps behind the prompt (a rate counts every delay). window_s: one verify window, where
-    asked for. prefill_s: a prompt of prefill_tokens. own_bytes: of weights, what did not share memory with others."""
+    """step_s: mean of decode steps behind the prompt (a rate counts every delay). window_ratio: how many times as long
+    as a step a verify window takes, where asked for. prefill_s: a prompt of prefill_tokens. own_bytes: of weights, what
+    did not share memory with others. layers_run: how many stood for all layers."""
 
     step_s: float
-    window_s: float | None
+    window_ratio: float | None
     prefill_s: float
     prefill_tokens: int
     own_bytes: int
+    layers_run: int
 
 
 def _timed(run) -> float:
@@ -39,36 +42,65 @@ def _timed(run) -> float:
     return time.perf_counter() - started
 
 
+class _Passes:
+    """Forward passes on random weights, timed as if all layers were run."""
+
+    def __init__(self, files, context: Context, compact: bool, positions: int, *, prompt: int, max_tokens: int, kv: str,
+                 pool_bytes: int, mapped: bool):  # fmt: skip
+        self.prompt, stands_for = prompt, choose_layers(files, prompt)
+        self.clock, self.layers_run = LayerClock(stands_for), len(stands_for)
+        loader = SyntheticLoader(
+            files, context, compact_experts=compact, pool_bytes=pool_bytes, mapped=mapped, layers=stands_for
+        )
+        model_class = cut_model(family(files.architecture).Model, self.clock)
+        self.model = model_class(files.config, loader, context, positions, min(max_tokens, positions))
+        self.own_bytes = loader.own_bytes
+        self.cache, self.ids = self.model.new_kv(positions, kv), fixed_ids(positions, self.model.config.vocab_size)
+
+    def prefill(self) -> float:
+        """Seconds of the prompt in an empty cache."""
+        from .generate import prefill
+
+        self.cache.truncate(0)
+        self.clock.restart()
+        return self.clock.whole(_timed(lambda: prefill(self.model, self.cache, self.ids[: self.prompt])))
+
+    def rows(self, count: int, at: int) -> float:
+        """Seconds of a step (count 1) or a window behind `at` positions, which stay in the cache."""
+        from .generate import decode_step
+
+        self.cache.truncate(at)
+        self.clock.restart()
+        ids = self.ids[at : at + count]
+        return self.clock.whole(_timed(lambda: decode_step(self.model, self.cache, ids, at)))
+
+
 def model_speed(files, context: Context, compact: bool, *, prompt: int, max_tokens: int, kv: str, window: int,
                 pool_bytes: int, mapped: bool = True) -> ModelSpeed:  # fmt: skip
     """Time the model's forward pass on random weights: a prompt, then single steps behind it."""
-    from .generate import decode_step, prefill
-
-    loader = SyntheticLoader(files, context, compact_experts=compact, pool_bytes=pool_bytes, mapped=mapped)
-    positions = prompt + MAX_STEPS + 16
-    model = family(files.architecture).Model(files.config, loader, context, positions, min(max_tokens, positions))
-    cache, ids = model.new_kv(positions, kv), fixed_ids(positions, model.config.vocab_size)
-
-    def prompt_run():
-        cache.truncate(0)
-        prefill(model, cache, ids[:prompt])
-
-    # The first run pays for pages of buffers and for code.
-    times, started = [_timed(prompt_run)], time.perf_counter()
-    while len(times) < 2 or (len(times) < MAX_PROMPTS and time.perf_counter() - started < STEP_SECONDS):
-        times.append(_timed(prompt_run))
-    prefill_s = statistics.median(times[1:])
+    passes = _Passes(files, context, compact, prompt + MAX_STEPS + 16, prompt=prompt, max_tokens=max_tokens, kv=kv,
+                     pool_bytes=pool_bytes, mapped=mapped)  # fmt: skip
+    # The first run pays for pages of buffers and for code, which is nothing beside a run of seconds.
+    started = time.perf_counter()
+    times = [passes.prefill()]
+    while len(times) < MAX_PROMPTS and time.perf_counter() - started < STEP_SECONDS:
+        times.append(passes.prefill())
     steps, started = [], time.perf_counter()
     while len(steps) < MAX_STEPS and (len(steps) < MIN_STEPS or time.perf_counter() - started < STEP_SECONDS):
-        at = prompt + len(steps)
-        steps.append(_timed(lambda at=at: decode_step(model, cache, ids[at : at + 1], at)))
-    window_s = None
-    if window > 1:
-        cache.truncate(prompt)
-        window_s = statistics.fmean(
-            _timed(lambda at=at: decode_step(model, cache, ids[at : at + window], prompt)) for at in range(MAX_WINDOWS)
-        )
-    return ModelSpeed(statistics.fmean(steps), window_s, prefill_s, prompt, loader.own_bytes)
+        steps.append(passes.rows(1, prompt + len(steps)))
+    ratio = _window_ratio(passes, window) if window > 1 else None
+    prefill_s = statistics.median(times[1:] or times)
+    return ModelSpeed(statistics.fmean(steps), ratio, prefill_s, prompt, passes.own_bytes, passes.layers_run)
+
+
+def _window_ratio(passes: _Passes, window: int) -> float:
+    """Time of a window over that of a step, both behind the prompt and in turns, so that a machine which becomes
+    faster or slower does it to both. A window holds a step's row and more, so that less than 1 is noise."""
+    pairs, started = [], time.perf_counter()
+    while len(pairs) < MAX_WINDOWS and (len(pairs) < MIN_STEPS or time.perf_counter() - started < STEP_SECONDS):
+        pairs.append((passes.rows(1, passes.prompt), passes.rows(window, passes.prompt)))
+    step, rows = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return max(1.0, rows / step)
 
 
 def loop_seconds(options) -> float:

@@ -5,7 +5,6 @@ arithmetic on measured figures and has no other source, so that it can be tested
 headers nor measurements say is an assumption, and listed.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,8 +17,8 @@ from .experts.places import ExpertPlaces
 from .experts.stream import plan_experts
 from .hardware import last_cache_bytes
 from .inspect import bytes_per_token, roles_of
+from .plan_disk import disk_figures
 
-MAX_BURSTS_PER_LAYER = 16  # reads of a layer's missing experts, to measure a disk with
 PREFILL_BLOCK = 512  # tokens of one forward call, as engine.runtime has it
 
 
@@ -120,8 +119,9 @@ def expected_hits(usage: Usage | None, num_slots: int, num_experts: int, demand:
 
 
 def _streamed(seconds: float, expert_share: float, misses: float, waiting: float, calls: float, calls_s,
-              disk_s: float, recode_s: float) -> float:  # fmt: skip
-    """Seconds of a forward pass when `misses` experts have to be read in `waiting` of its `calls` layer calls.
+              disk_s: float, recode_s: float) -> tuple[float, str]:  # fmt: skip
+    """(seconds, what takes most of them: "disk", "re-coding" or "kernels") of a forward pass when `misses` experts have
+    to be read in `waiting` of its `calls` layer calls.
 
     A layer's reads run beside the products of the experts that are there or have arrived, so the longer of the two
     counts; re-coding and what an arrival costs take processor time, and the last arrival of a call comes after its
@@ -130,7 +130,12 @@ def _streamed(seconds: float, expert_share: float, misses: float, waiting: float
     cached_s, arrival_s = calls_s
     computing = seconds * expert_share + misses * (recode_s + arrival_s)
     reading = misses * disk_s + waiting * arrival_s
-    return seconds * (1 - expert_share) + calls * cached_s + max(computing, reading)
+    rest = seconds * (1 - expert_share) + calls * cached_s
+    if reading > computing:
+        parts = {"disk": reading, "kernels": rest}
+    else:
+        parts = {"re-coding": misses * recode_s, "kernels": rest + computing - misses * recode_s}
+    return rest + max(computing, reading), max(parts, key=parts.get)
 
 
 def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: int, miss_share: float,
@@ -147,6 +152,7 @@ def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: i
     step, prefill, top, blocks = speed.step_s, speed.prefill_s, demand / layers, -(-prompt // block)
     misses = demand * miss_share
     read = recode = 0.0
+    bound = "kernels"
     if misses:
         rates = {
             "disk_s": expert_bytes / (disk_mb_s * 1e6),
@@ -154,9 +160,9 @@ def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: i
         }
         read, recode = misses * rates["disk_s"], misses * rates["recode_s"]
         waiting = layers * (1 - (1 - miss_share) ** top)
-        step = _streamed(step, expert_share, misses, waiting, layers, calls_s, **rates)
+        step, bound = _streamed(step, expert_share, misses, waiting, layers, calls_s, **rates)
         calls = layers * blocks
-        prefill = _streamed(prefill, expert_share, blocks * prompt_misses, calls, calls, calls_s, **rates)
+        prefill, _ = _streamed(prefill, expert_share, blocks * prompt_misses, calls, calls, calls_s, **rates)
     step += loop_s
     return {
         "decode_tok_s": 1 / step,
@@ -166,7 +172,7 @@ def predict(speed, *, loop_s: float, layers: int, expert_share: float, demand: i
         "read_ms": read * 1e3,
         "recode_ms": recode * 1e3,
         "missed_bytes_per_token": misses * expert_bytes,
-        "bound": "disk" if read > step * 0.5 else "kernels",
+        "bound": bound,
     }
 
 
@@ -195,6 +201,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         assumptions.append("the layer for multi-token prediction (mtp) is not loaded; --draft mtp adds its bytes")
     if files.kind == "plan":
         assumptions.append("the model is not here: matrices as storage rows of one format, routers and norms float32")
+        assumptions += files.assumptions
     config, layers = files.model_config, memory.count_moe_layers(files)
     demand = layers * config.num_experts_per_tok
     num_experts, places, plan = layers * config.num_experts, choice.places, choice.plan
@@ -212,7 +219,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         if options.readers is None:
             assumptions.append(f"{DEFAULT_READERS} readers")
         misses = demand * (1 - hit_rate) / layers
-        disk = _disk(files, places, options, disk_mb_s, misses, measure, assumptions)
+        disk = disk_figures(files, places, options, disk_mb_s, misses, measure, assumptions)
         calls_s = measure.stream_call_seconds(options)
     if recode and not choice.streams:
         assumptions.append(
@@ -223,9 +230,13 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         kv=options.kv, window=window, pool_bytes=_pool_bytes(), mapped=plan is None,
     )  # fmt: skip
     total = sum(group["memory_bytes"] for group in counted["roles"].values())
-    shared = (
-        "" if speed.own_bytes > 0.9 * total else f", parts share memory ({speed.own_bytes / total:.0%} is distinct)"
-    )
+    distinct = speed.own_bytes / total
+    shared = "" if distinct > 0.9 else f", parts share memory ({distinct:.2g} of the bytes are distinct)"
+    if speed.layers_run < config.num_hidden_layers:
+        assumptions.append(
+            f"{speed.layers_run} of {config.num_hidden_layers} layers were run, at least one of each kind; others of a "
+            "kind are taken to be as fast"
+        )
     assumptions.append(
         f"speeds are those of the model's shapes and formats on random weights{shared}, with experts drawn at random, "
         "on this machine as busy as it is now"
@@ -241,10 +252,11 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
     )  # fmt: skip
     spec = None
     if window > 1:
-        ratio = speed.window_s / speed.step_s
-        spec = {"rows": window, "window_ms": speed.window_s * 1e3, "pays_from_tokens_per_round": ratio}
+        window_ms = speed.step_s * speed.window_ratio * 1e3
+        spec = {"rows": window, "window_ms": window_ms, "pays_from_tokens_per_round": speed.window_ratio}
         assumptions.append(
-            "how many drafts are accepted depends on the text; what a window costs assumes resident experts"
+            "how many drafts are accepted depends on the text; what a window costs beside a step is without reading of "
+            "experts and without the loop around the model"
         )
     spent = plan and {"roles": plan.roles, "slot_bytes": plan.slot_bytes, "planned_bytes": plan.planned_bytes}
     warning = memory.cliff_warning(slots, layers, config.num_experts_per_tok, int(expert_bytes)) if layers else None
@@ -304,30 +316,3 @@ def _verdict(streams: bool, figures: dict, prompt: int) -> str:
     )
     speeds = f"{decode} tok/s decode, {prefill} tok/s prefill of {prompt} tokens"
     return f"{how} about {speeds}"
-
-
-def _disk(files, places, options, given: float | None, misses: float, measure, assumptions: list[str]) -> dict:
-    """Figures of the disk. misses: of a layer call, which are read together."""
-    readers = options.readers or DEFAULT_READERS
-    if given is not None:
-        assumptions.append(f"disk {given:g} MB/s, as given")
-        return {"mb_s": given, "measured": False}
-    if files.kind == "plan":
-        raise ConfigError("the model would stream, and there is no file to measure the disk on; give --disk MB/S")
-    rng, size = np.random.default_rng(), max(1, round(misses))
-    first = places.table[places.keys[0]].pieces[0].file
-    layers = defaultdict(list)
-    for key in places.keys:
-        pieces = [places.table[key].pieces[n] for n in range(places.table[key].num_pieces)]
-        if all(piece.file == first for piece in pieces):
-            layers[key // places.num_experts].append([(piece.offset, piece.nbytes) for piece in pieces])
-    bursts = []
-    for experts in list(layers.values()) * MAX_BURSTS_PER_LAYER:
-        chosen = rng.choice(len(experts), min(size, len(experts)), replace=False)
-        bursts.append([piece for n in sorted(chosen) for piece in experts[n]])
-    rng.shuffle(bursts)
-    mode, found = measure.disk_speed(files.path_of(places.file_names[first]), bursts, readers)
-    if mode == "buffered":
-        assumptions.append("the file system refuses direct reads: the page cache may have a part in the disk's figure")
-    figures = {"request_bytes": found.request_bytes, "depth": found.depth, "burst": size, "mode": mode}
-    return {"mb_s": found.gb_per_s * 1e3, "measured": True, **figures}

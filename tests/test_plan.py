@@ -1,6 +1,7 @@
 """The plan: figures from headers, the decision of a real run, arithmetic on given speeds, refusals."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import family_models
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 from cli_program import assert_error, run
 
-from engine import machine_speed, plan
+from engine import machine_speed, plan, plan_disk
 from engine.config import RuntimeConfig
+from engine.disk_bandwidth import TEMPORARY_BYTES
 from engine.kernels import Context
 from engine.models import family
+from engine.planned_files import PlannedFiles
 from engine.runtime import SHIPPED_MODEL, load
-from engine.synthetic import PlannedFiles, SyntheticLoader
+from engine.synthetic import SyntheticLoader
 from engine.weights import open_model
 
 FIGURES = {"loop_s": 0.001, "layers": 4, "expert_share": 0.5, "demand": 8, "expert_bytes": 1e6,
@@ -30,7 +33,7 @@ class Measured:
 
     def model_speed(self, files, context, compact, **options):
         self.asked.append((compact, options))
-        return machine_speed.ModelSpeed(0.02, 0.05, 0.4, options["prompt"], 1 << 20)
+        return machine_speed.ModelSpeed(0.02, 2.5, 0.4, options["prompt"], 1 << 20, 3)
 
     def loop_seconds(self, options):
         return 0.0
@@ -85,6 +88,11 @@ def test_arithmetic_of_a_resident_and_of_a_streamed_step():
     fast = plan.predict(SPEED, miss_share=0.5, disk_mb_s=1e4, recode_gb_s=1.0, **FIGURES)
     assert fast["step_ms"] == pytest.approx(5 + 5 + 4 + 1)
     assert fast["bound"] == "kernels"
+    # 40 ms of re-coding at 0.1 GB/s, longer than the reads beside it and than 10 ms of products.
+    recoding = plan.predict(SPEED, miss_share=0.5, disk_mb_s=1e3, recode_gb_s=0.1, **FIGURES)
+    assert recoding["step_ms"] == pytest.approx(5 + 5 + 40 + 1)
+    assert recoding["bound"] == "re-coding"
+    assert plan.predict(SPEED, miss_share=0.5, disk_mb_s=50.0, recode_gb_s=0.1, **FIGURES)["bound"] == "disk"
 
 
 def test_hit_rate_from_history_or_stated(tmp_path, monkeypatch):
@@ -154,7 +162,7 @@ def test_slots_and_bytes_are_those_of_a_run():
     assert cliff["hit_rate"] == 0.0
 
 
-def test_a_model_that_is_not_here_counts_like_the_one_that_is(tmp_path):
+def test_a_model_that_is_not_here_counts_like_the_one_that_is(tmp_path, monkeypatch):
     """Bytes of the config with a format, against the snapshot made with it."""
     there = open_model(SHIPPED_MODEL)
     path = tmp_path / "config.json"
@@ -167,6 +175,14 @@ def test_a_model_that_is_not_here_counts_like_the_one_that_is(tmp_path):
     assert any("not here" in text for text in found["assumptions"])
     streamed = report(files, expert_slots=12, disk_mb_s=50.0)
     assert streamed["disk"] == {"mb_s": 50.0, "measured": False}
+    measure = Measured()
+    monkeypatch.chdir(tmp_path)
+    here = report(files, expert_slots=12, measure=measure)
+    assert here["disk"]["measured"] and any(str(tmp_path) in text for text in here["assumptions"])
+    read, bursts, _ = measure.asked[0]
+    assert read.parent == tmp_path and not read.exists()
+    assert all(at >= 0 and at + n <= TEMPORARY_BYTES for burst in bursts for at, n in burst)
+    monkeypatch.setattr(plan_disk, "temporary_file", lambda _: Path("/nowhere/file").open())  # noqa: SIM115
     with pytest.raises(plan.ConfigError, match="give --disk"):
         report(files, expert_slots=12)
 
@@ -182,7 +198,7 @@ def test_measuring_runs_every_family(tmp_path, name):
     files = PlannedFiles(str(path), "f16")
     options = {"prompt": 5, "max_tokens": 4, "kv": "f16", "window": 3, "pool_bytes": 1 << 12}
     speed = machine_speed.model_speed(files, Context(num_threads=1), False, **options)
-    assert min(speed.step_s, speed.window_s, speed.prefill_s) > 0
+    assert min(speed.step_s, speed.window_ratio, speed.prefill_s) > 0
 
 
 @pytest.mark.parametrize("format_name", ["q4_0", "iq3_s", "hqq5-ax0-g32"])
@@ -193,7 +209,7 @@ def test_measuring_runs_formats(tmp_path, format_name, compact):
     path.write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 64}))
     files = PlannedFiles(str(path), format_name)
     options = {"prompt": 5, "max_tokens": 4, "kv": "f16", "window": 0, "pool_bytes": 1 << 30}
-    assert machine_speed.model_speed(files, Context(num_threads=1), compact, **options).window_s is None
+    assert machine_speed.model_speed(files, Context(num_threads=1), compact, **options).window_ratio is None
 
 
 def synthetic(files, pool_bytes):

@@ -73,8 +73,8 @@ def _speeds(found: dict, figures: dict) -> list[str]:
 
 
 def _open(model: str | None, config: str | None, format_name: str | None):
+    from ..planned_files import PlannedFiles
     from ..runtime import SHIPPED_MODEL
-    from ..synthetic import PlannedFiles
     from ..weights import open_model
 
     if config is None:
@@ -100,7 +100,8 @@ def _open(model: str | None, config: str | None, format_name: str | None):
 @click.option("--expert-slots", type=click.IntRange(min=1), metavar="N", help="Experts in memory.")
 @click.option("--readers", type=click.IntRange(1, 64), metavar="N", help="Threads that read experts (default 4).")
 @click.option("--disk", "disk_mb_s", type=click.FloatRange(min=0, min_open=True), metavar="MB/S",
-              help="Disk bandwidth to assume (default: measured on the model's file).")  # fmt: skip
+              help="Disk bandwidth to assume (default: measured on the model's file, with --config on a "
+              "temporary one in the current directory).")  # fmt: skip
 @click.option("--prompt", type=click.IntRange(min=1), metavar="N", help="Prompt tokens (default 128, less in a short "
               "context).")  # fmt: skip
 @click.option("--spec", default="0", show_default=True, metavar="N", help="Rows of a verify window to weigh.")

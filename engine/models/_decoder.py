@@ -342,15 +342,16 @@ class Decoder:
         # A table that is no head is looked up a row at a time: re-coding all of it would only delay the first token.
         lookup = not c.tie_word_embeddings
         self.embed_tokens = weights.matrix("embed_tokens", c.vocab_size, c.hidden_size, compact=lookup)
-        self.blocks = [
-            Block(c, n, weights, self.make_attention(n, weights), self.make_mlp(n, weights))
-            for n in range(c.num_hidden_layers)
-        ]
+        self.blocks = [self.make_block(n, weights) for n in range(c.num_hidden_layers)]
         self.norm = weights.vector("norm", c.hidden_size)
         head = self.embed_tokens if c.tie_word_embeddings else weights.matrix("lm_head", c.vocab_size, c.hidden_size)
         self.lm_head = Linear(head)
         self.rope = RopeTable(c.rope, num_positions)
         self.logits = Buffer(min(MAX_WINDOW_ROWS, max_tokens), c.vocab_size)
+
+    def make_block(self, n: int, weights) -> Block:
+        """Layer n."""
+        return Block(self.config, n, weights, self.make_attention(n, weights), self.make_mlp(n, weights))
 
     def make_attention(self, n: int, weights):
         """The attention of layer n: called as Attention is."""
