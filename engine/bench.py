@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from .config import RuntimeConfig
+from .bench_arms import settings, split_options
 from .errors import ConfigError
 from .hardware import cpu_model
 from .sampler import SamplingParams
@@ -56,34 +56,6 @@ class Result:
         return (max(self.samples) - min(self.samples)) / 2 / self.median
 
 
-def parse_arm(text: str) -> dict:
-    """ "spec=4,threads=2" as a dictionary. Raises ConfigError for a name that is no option, or a bad value."""
-    kinds = {name: str(f.type) for name, f in RuntimeConfig.__dataclass_fields__.items()} | {"spec": "int | str"}
-    options = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, equals, value = part.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or name not in kinds:
-            raise ConfigError(f"--arm {text}: got {part!r}, expected NAME=VALUE with one of {', '.join(sorted(kinds))}")
-        options[name] = _value(kinds[name], value.strip(), text)
-    return options
-
-
-def _value(kind: str, value: str, where: str):
-    if "bool" in kind:
-        if value not in ("true", "false", "on", "off"):
-            raise ConfigError(f"--arm {where}: got {value!r}, expected on or off")
-        return value in ("true", "on")
-    for number, name in ((int, "int"), (float, "float")):
-        if name in kind and value != "auto":
-            try:
-                return number(value)
-            except ValueError:
-                if "str" not in kind:
-                    raise ConfigError(f"--arm {where}: got {value!r}, expected a number") from None
-    return value
-
-
 class EngineArm:
     """millstream with some options."""
 
@@ -92,22 +64,27 @@ class EngineArm:
     def __init__(self, name: str, model, options: dict, positions: int):
         from .runtime import load
 
-        self.name, self.spec = name, options.pop("spec", 0)
-        self.engine = load(model, **({"ctx": None} | options))
+        runtime, sampling, self.speculation = split_options(options)
+        self.name, self.sampling = name, SamplingParams(**sampling)
+        self.engine = load(model, **runtime)
         self.positions = min(positions, self.engine.max_context)
         self.vocab_size = self.engine.model.config.vocab_size
         self._session = None
 
+    @property
+    def text_settings(self) -> tuple:
+        """What decides which tokens are decoded: arms that agree in it must decode the same."""
+        return self.engine.context.arith, self.engine.options.kv, self.sampling
+
     def describe(self) -> dict:
-        context = self.engine.context
-        return {"isa": context.tier, "threads": context.num_threads, "expert_layout": self.engine.expert_layout.name}
+        return settings(self.engine, self.sampling, **self.speculation)
 
     def prefill(self, ids: np.ndarray) -> float:
         """Seconds for a prefill of ids [T] into an empty cache."""
         return _run(self._start(Test("prefill", len(ids)), ids)).stats.prefill_s
 
     def decode(self, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
-        """Seconds for `tokens` greedy tokens behind ids, and the tokens. The context is computed once."""
+        """Seconds for `tokens` tokens behind ids, and the tokens. The context is computed once."""
         generation = _run(self._start(Test("decode", tokens), ids))
         return generation.stats.decode_s, generation.token_ids
 
@@ -136,8 +113,8 @@ class EngineArm:
         if test.kind == "prefill":
             self._session.clear()
         return self.engine.generate(
-            ids, max_tokens=1 if test.kind == "prefill" else test.tokens + 1, sampling=SamplingParams(),
-            ignore_eos=True, session=self._session, spec=self.spec,
+            ids, max_tokens=1 if test.kind == "prefill" else test.tokens + 1, sampling=self.sampling,
+            ignore_eos=True, session=self._session, **self.speculation,
         )  # fmt: skip
 
 
@@ -155,12 +132,13 @@ def fixed_ids(count: int, vocab_size: int) -> np.ndarray:
 def measure(
     arms: list, tests: list[Test], repeat: int, progress=lambda done, total: None, afterwards=None
 ) -> list[Result]:
-    """One Result per test and arm. Raises ConfigError when two arms of this engine decode different tokens.
+    """One Result per test and arm. Raises ConfigError when two arms of this engine decode different tokens, although
+    they are alike in arithmetic, keys and values and settings of draws.
 
     afterwards: called with (test, arm, ids) when a test's rounds are done, for each arm.
     """
     results = {(t.name, a.name): Result(t.name, a.name) for t in tests for a in arms}
-    texts: dict[str, tuple[str, list[int]]] = {}
+    texts: dict[tuple, tuple[str, list[int]]] = {}
     total, done = len(tests) * len(arms) * (repeat + 1), 0
     for test in tests:
         for turn in range(repeat + 1):
@@ -170,7 +148,8 @@ def measure(
                     seconds = arm.prefill(ids)
                 else:
                     seconds, found = arm.decode(ids, test.tokens)
-                    first, expected = texts.setdefault(test.name, (arm.name, found))
+                    alike = (test.name, arm.text_settings) if isinstance(arm, EngineArm) else (arm.name,)
+                    first, expected = texts.setdefault(alike, (arm.name, found))
                     if found != expected and isinstance(arm, EngineArm):
                         raise ConfigError(f"{test.name}: {arm.name} and {first} decode different tokens")
                 if turn:

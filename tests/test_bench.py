@@ -11,7 +11,7 @@ import tiny_models
 from cli_program import run
 from gguf_models import write_gguf
 
-from engine import bench
+from engine import bench, bench_arms
 from engine.errors import ConfigError
 from engine.peers import llama_cpp_arm
 
@@ -43,13 +43,68 @@ def test_arms_take_turns_and_the_first_round_does_not_count():
 
 
 def test_arms_are_named_options_of_the_right_kind():
-    assert bench.parse_arm("spec=auto, threads=2,ram=1.5,lock=on,isa=avx2") == {
+    assert bench_arms.parse_arm("spec=auto, threads=2,ram=1.5,lock=on,isa=avx2") == {
         "spec": "auto", "threads": 2, "ram": 1.5, "lock": True, "isa": "avx2"
     }  # fmt: skip
-    assert bench.parse_arm("spec=4") == {"spec": 4} and bench.parse_arm("") == {}
+    assert bench_arms.parse_arm("spec=4") == {"spec": 4} and bench_arms.parse_arm("") == {}
+    assert bench_arms.parse_arm("spec=4, draft=lookup+model, draft-model=x,ctx=64") == {
+        "spec": 4, "draft": ["lookup", "model"], "draft_model": "x", "ctx": 64
+    }  # fmt: skip
+    assert bench_arms.parse_arm("temperature=0.5, top-k=3, seed=1") == {"temperature": 0.5, "top_k": 3, "seed": 1}
     for wrong in ("speed=9", "threads", "threads=two", "lock=maybe"):
         with pytest.raises(ConfigError, match="--arm"):
-            bench.parse_arm(wrong)
+            bench_arms.parse_arm(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arm", "why"),
+    [
+        ("draft=lookup", "without spec"),
+        ("cut_drafts=off,spec=0", "without spec"),
+        ("spec=4,draft=guess", "guess"),
+        ("spec=4,draft=model", "draft_model=DIR"),
+        ("spec=4,draft=lookup,draft_model=x", "draft_model does nothing"),
+        ("temperature=-1", "temperature"),
+        ("seed=1,seed=2", "twice"),
+        ("prompt-cache=x", "computed every time"),
+    ],
+)
+def test_arms_that_make_no_sense_are_refused_with_the_reason(arm, why):
+    with pytest.raises(ConfigError, match=why):
+        bench_arms.parse_arm(arm)
+
+
+def test_every_option_of_generate_is_one_of_an_arm_or_refused_by_name():
+    from engine.commands.generate import generate
+
+    for name in (param.name for param in generate.params):
+        if name not in bench_arms.KINDS:
+            with pytest.raises(ConfigError, match="is no option of an arm"):
+                bench_arms.parse_arm(f"{name.removeprefix('as_')}=1")
+
+
+def test_results_keep_what_arms_ran_with_and_comparisons_name_what_differs():
+    """Draws, arithmetic and keys change the tokens of an arm, which is no error; the settings are those of the run."""
+    tests = [bench.Test("decode", 4)]
+    texts = ("", "temperature=2,seed=7", "arith=float", "kv=f32,ctx=64", "spec=3,draft=lookup,threads=1",
+             "expert-slots=12,io=buffered,readers=2,cache-policy=lru,lookahead=off")  # fmt: skip
+    arms = [bench.EngineArm(text or "default", None, bench_arms.parse_arm(text), 16) for text in texts]
+    content = json.loads(json.dumps(bench.report(bench.measure(arms, tests, 1), arms, "x")))
+    greedy, draws = (arm.decode(bench.fixed_ids(4, arm.vocab_size), 8)[1] for arm in arms[:2])
+    assert greedy != draws
+    default, drawn, exact, wide, drafted, streamed = content["arms"].values()
+    assert drawn["sampling"] | {"temperature": 2.0, "seed": 7} == drawn["sampling"]
+    assert default["sampling"]["temperature"] == 0 and default["slots"] is None and default["arith"] == "canonical"
+    assert (exact["arith"], wide["kv"], wide["ctx"]) == ("float", "f32", 64)
+    assert (drafted["spec"], drafted["draft"], drafted["threads"]) == (3, ["lookup"], 1)
+    streaming = ("slots", "experts", "io", "readers", "cache_policy", "lookahead")
+    assert [streamed[name] for name in streaming] == [12, 24, "buffered", 2, "lru", "off"]
+    changed = json.loads(json.dumps(content))
+    changed["arms"]["default"]["threads"] = 99
+    changed["cpu"] = "another"
+    found = {(d["arm"], d["setting"]): d["after"] for d in bench_arms.differences(content, changed)}
+    assert found == {("default", "threads"): 99, (None, "cpu"): "another"}
+    assert bench_arms.differences(content, content) == []
 
 
 def result(median, spread=0.0, test="decode 64", arm="default"):
@@ -98,7 +153,10 @@ def test_command_line(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps(slower))
     assert run("bench", "--compare", saved, saved).returncode == 0
     dropped = run("bench", "--compare", saved, tmp_path / "b.json")
-    assert dropped.returncode == 1 and "slower" in dropped.stdout
+    assert dropped.returncode == 1 and "slower" in dropped.stdout and "not alike" not in dropped.stderr
+    slower["arms"]["default"]["threads"] = 99
+    (tmp_path / "b.json").write_text(json.dumps(slower))
+    assert "not alike: arm default: threads" in run("bench", "--compare", saved, tmp_path / "b.json").stderr
 
 
 @pytest.mark.parametrize(

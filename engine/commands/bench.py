@@ -38,10 +38,16 @@ def _read(path: str) -> dict:
 
 def _compare(paths, as_json: bool) -> int:
     from .. import bench as measuring
+    from ..bench_arms import differences
 
-    rows, worse = measuring.compare(*map(_read, paths))
+    contents = [_read(path) for path in paths]
+    rows, worse = measuring.compare(*contents)
+    changed = differences(*contents)
+    for d in changed:
+        where = "" if d["arm"] is None else f"arm {d['arm']}: "
+        note(f"not alike: {where}{d['setting']} {d['before']} before, {d['after']} after")
     if as_json:
-        write_json({"rows": rows, "slower": worse})
+        write_json({"rows": rows, "slower": worse, "differences": changed})
     else:
         found = [
             (r["test"], r["arm"], *(f"{r[key]:.2f}" for key in ("before", "after")),
@@ -69,7 +75,8 @@ def _progress(done: int, total: int) -> None:
 @click.option("--decode", type=Numbers(), default="64", show_default=True, help="Tokens to decode.")
 @click.option("--depth", type=Numbers(), default="0", show_default=True, help="Context before decoding.")
 @click.option("--arm", "arms", multiple=True, metavar="NAME=VALUE,...",
-              help="Options of an arm (threads, isa, spec ...); repeatable. The first is the yardstick.")  # fmt: skip
+              help="Options of an arm (threads, isa, spec, temperature ...); repeatable. The first is the "
+              "yardstick.")  # fmt: skip
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="An arm of another engine on the same GGUF file.")
 @click.option("--peer-python", metavar="PATH", help="With --against: the Python that has llama-cpp-python (default: "
               "this one).")  # fmt: skip
@@ -137,7 +144,9 @@ def _refuse_idle(click_context) -> None:
 
 
 def _arms(measuring, options: dict, positions: int) -> list:
-    parsed = [(text or "default", measuring.parse_arm(text)) for text in (options["arms"] or ("",))]
+    from ..bench_arms import parse_arm
+
+    parsed = [(text or "default", parse_arm(text)) for text in (options["arms"] or ("",))]
     if len({name for name, _ in parsed}) < len(parsed):
         raise ConfigError("--arm: two arms are the same")
     model, against = options["model"], options["against"]
