@@ -261,6 +261,9 @@ def test_counts_are_those_of_the_run(loaded, profiled):
     experts = next(row for row in report["decode"]["kernels"] if row["role"] == "experts")
     one = sum(loaded.files.record(f"layers.0.mlp.experts.0.{p}_proj").nbytes for p in ("gate", "up", "down"))
     assert experts["bytes"] == one * sum(n for (stage, _), n in profiler.experts_run.items() if stage == "decode")
+    assert report["decode"]["weight_bytes"] == sum(row["bytes"] for row in report["decode"]["kernels"])
+    seconds = sum(row["seconds"] for row in report["decode"]["kernels"])
+    assert report["decode"]["weight_gb_s"] == pytest.approx(report["decode"]["weight_bytes"] / seconds / 1e9)
     assert len(report["threads"]["busy_s"]) == 2 and all(b > 0 for b in report["threads"]["busy_s"])
 
 

@@ -104,6 +104,12 @@ def _stage(profiler, stage: str, wall_s: float, clock_s: float) -> tuple[dict, d
     return found, {k: dict(v) for k, v in detail.items()}, {n: dict(v) for n, v in sorted(layers.items())}
 
 
+def _weights(rows: list[dict]) -> dict:
+    """All products together; the rate is that within their calls, None where there were none."""
+    num_bytes, seconds = (sum(row[key] for row in rows) for key in ("bytes", "seconds"))
+    return {"weight_bytes": num_bytes, "weight_gb_s": num_bytes / seconds / 1e9 if seconds else None}
+
+
 def _io(counts: dict) -> dict | None:
     """The streamer's work in a stage; times in seconds, mb_per_s while it read."""
     if not counts:
@@ -149,9 +155,7 @@ def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
         return (
             f"bound by Python: {python:.0%} of decoding; the model is small, --spec auto makes several tokens per step"
         )
-    weights = sum(row["bytes"] for row in decode["kernels"])
-    seconds = sum(row["seconds"] for row in decode["kernels"])
-    rate = weights / seconds / 1e9 if seconds else 0.0
+    rate = decode["weight_gb_s"] or 0.0
     if bandwidth_gb_s and rate > MEMORY_BOUND * bandwidth_gb_s:
         return (
             f"bound by memory bandwidth: weights come at {rate:.1f} GB/s, this machine reads {bandwidth_gb_s:.1f}; a "
@@ -208,7 +212,7 @@ def profile_report(profiler, generation, wall_s: float, load_s: float, bandwidth
             "tokens_per_round": tokens / num_rounds if num_rounds else None,
             "ms_per_token": _distribution(profiler.rounds),
             "kernels": weights,
-            "weight_bytes": sum(row["bytes"] for row in weights),
+            **_weights(weights),
             "io": _io(profiler.io.get("decode", {})),
         },
         "detail": {

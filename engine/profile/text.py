@@ -42,7 +42,8 @@ def _decode(decode: dict, spec: dict | None) -> list[str]:
     spread = decode["ms_per_token"]
     lines.append(f"  ms per token: p50 {spread['p50']:.3f}, p95 {spread['p95']:.3f}, max {spread['max']:.3f}")
     lines += _spec(decode, spec) + _io(decode["io"])
-    lines.append(f"weights read while decoding: {decode['weight_bytes'] / 1e9:.2f} GB")
+    rate = f", {decode['weight_gb_s']:.2f} GB/s" if decode["weight_gb_s"] is not None else ""
+    lines.append(f"weights read while decoding: {decode['weight_bytes'] / 1e9:.2f} GB{rate}")
     for row in decode["kernels"]:
         lines.append(
             f"  {row['role']:28}{row['format']:12}{row['seconds']:9.3f} s{row['bytes'] / 1e9:9.2f} GB"
