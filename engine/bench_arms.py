@@ -7,11 +7,8 @@ from .errors import ConfigError
 from .sampler import SamplingParams
 
 SAMPLING = {field.name: str(field.type) for field in dataclasses.fields(SamplingParams)}
-RUNTIME = {
-    name: str(field.type)
-    for name, field in RuntimeConfig.__dataclass_fields__.items()
-    if name not in ("mtp", "history")
-}
+RUNTIME = {field.name: str(field.type) for field in dataclasses.fields(RuntimeConfig)}
+del RUNTIME["mtp"], RUNTIME["history"]  # see REFUSED
 KINDS = RUNTIME | SAMPLING | {"spec": "int | str", "draft": "str"}
 PROFILE = ("profile", "profile_layers", "profile_json", "profile_html", "trace")
 # Options of `generate` that are none of an arm -> why.
