@@ -4,7 +4,7 @@
         [--out FILE.json]
 
 Both engines hold the model in a process of their own and work one at a time, the order rotating from round to round,
-after a round that does not count: prefill of --prompt tokens, then greedy decode of --tokens. Printed are medians with
+after two rounds that do not count (experts are re-coded at their second use): prefill of --prompt tokens, then greedy decode of --tokens. Printed are medians with
 their spread, peak memory, seconds from start to the first token, where millstream's decode step spends its time, and
 whether the tokens are equal; before that the command, the versions and the machine, so that a result can be made again.
 llama-cpp-python comes from the optional extra "peers", or from --peer-python.
@@ -210,6 +210,9 @@ def equal_tokens(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
+WARM_UP_ROUNDS = 2
+
+
 def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int, layout: str, peer: str, repack: bool):
     import random
 
@@ -226,10 +229,10 @@ def compare(path: Path, threads: int, isa, rounds: int, prompt: int, tokens: int
         print(f"{error}; once more without repacked weights", file=sys.stderr)
         workers.append(Worker(peer, engine="llama.cpp", repack=False, **shared))
     found: dict[str, list[dict]] = {w.name: [] for w in workers}
-    for number in range(rounds + 1):
+    for number in range(WARM_UP_ROUNDS + rounds):
         for worker in workers if number % 2 else workers[::-1]:
             reply = worker.ask(prompt=ids, tokens=tokens)
-            if number:
+            if number >= WARM_UP_ROUNDS:
                 found[worker.name].append(reply)
             speeds = f"prefill {prompt / reply['prefill_s']:.1f}, decode {1 / statistics.median(reply['decode_s']):.1f}"
             print(f"round {number} {worker.name}: {speeds} tok/s", file=sys.stderr)
