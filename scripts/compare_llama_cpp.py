@@ -4,10 +4,11 @@
         [--out FILE.json]
 
 Both engines hold the model in a process of their own and work one at a time, the order rotating from round to round,
-after two rounds that do not count (experts are re-coded at their second use): prefill of --prompt tokens, then greedy decode of --tokens. Printed are medians with
-their spread, peak memory, seconds from start to the first token, where millstream's decode step spends its time, and
-whether the tokens are equal; before that the command, the versions and the machine, so that a result can be made again.
-llama-cpp-python comes from the optional extra "peers", or from --peer-python.
+after two rounds that do not count (experts are re-coded at their second use): prefill of --prompt tokens, then greedy
+decode of --tokens. Printed are medians with their spread, peak memory, seconds from start to the first token, where
+millstream's decode step spends its time, and whether the tokens are equal; before that the command, the versions and
+the machine, so that a result can be made again. llama-cpp-python comes from the optional extra "peers", or from
+--peer-python.
 """
 
 import json
