@@ -135,9 +135,17 @@ ROWS = (
 )
 
 
+VERDICTS = {True: "reached", False: "missed", None: "has no target"}
+
+
 def at_least(below_100: float, at_100: float | None):
-    """A target of a share below 100 %, and of 100 % (None: none there)."""
-    return lambda value, share: at_100 is None or value >= at_100 if share >= 100 else value >= below_100
+    """A target of a share below 100 %, and of 100 % (None: none there, and so is the answer)."""
+
+    def reached(value: float, share: float) -> bool | None:
+        wanted = at_100 if share >= 100 else below_100
+        return None if wanted is None else value >= wanted
+
+    return reached
 
 
 # Name, figure, whether a value reaches it at this share.
@@ -184,7 +192,7 @@ def _router_lines(router: str, isa: str | None, records: list[dict]) -> list[str
         cells = []
         for share in shares:
             value = table[share][key]
-            verdict = "not run" if value is None else "reached" if reached(value, share) else "missed"
+            verdict = "not run" if value is None else VERDICTS[reached(value, share)]
             cells.append(f"{share:g} % {verdict}")
         lines.append(f"- {name}: {', '.join(cells)}")
     return [*lines, ""]
