@@ -103,3 +103,26 @@ def test_token_tables_of_different_lengths_are_refused():
             check_same_tokens(tokens(*shorter), tokens(*longer))
     with pytest.raises(ConfigError, match="token 1 is"):
         check_same_tokens(tokens(b"a", b"b"), tokens(b"a", b"c"))
+
+
+def test_a_slow_start_is_not_the_yardstick_of_windows_that_miss():
+    """The first steps after a prefill are slow; windows that never hit looked no worse than these, and went on."""
+    policy, used = AutoPolicy(), []
+    for _ in range(300):
+        used.append(policy.rows(("wrong", 0), 7, 0.0, 0.5))
+        policy.use(used[-1])
+        if used[-1] == 1:
+            policy.record_plain(1.0 if len(used) > 3 else 1.2)
+        else:
+            policy.record(("wrong", 0), used[-1], 0, 1.1 + 0.1 * (used[-1] - 2), used[-1] - 1)
+    assert len(used) - used.count(1) <= 30
+
+
+def test_sources_are_not_asked_every_round_where_none_is_of_use():
+    asked = []
+    source = SimpleNamespace(name="silent", ms_per_draft=0.0, offer=lambda text, limit: asked.append(len(text)))
+    speculator, text = Speculator([source], AutoPolicy()), np.arange(100, dtype=np.int32)
+    for n in range(1, 101):
+        speculator.commit(speculator.window(text[:n], 50), 1)
+    assert asked[:17] == list(range(1, 18)) and asked[17:] == list(range(21, 101, 4))
+    assert speculator.stats.windows[1] == 100

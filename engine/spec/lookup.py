@@ -24,7 +24,6 @@ class LookupSource:
         self._tokens: list[int] = []  # the text so far; lists, because this runs beside every decode step
         self._latest: dict[tuple, int] = {}  # min_match tokens -> the latest place behind them that has a successor
         self._earlier: list[int] = []  # by place: the one before it with the same tokens, or 0
-        self._text: np.ndarray | None = None
         self._at = 0
 
     def _index(self, text: np.ndarray) -> None:
@@ -38,10 +37,12 @@ class LookupSource:
             if key is not None:
                 self._latest[key] = place
 
-    def _match_length(self, text: np.ndarray, place: int) -> int:
-        limit = min(place, MAX_MATCH)
-        differ = np.nonzero(text[len(text) - limit :][::-1] != text[place - limit : place][::-1])[0]
-        return int(differ[0]) if len(differ) else limit
+    def _match_length(self, place: int) -> int:
+        """Of a place that is known to match min_match tokens. Matches are short: numpy costs more than a loop."""
+        tokens, length, limit = self._tokens, self.min_match, min(place, MAX_MATCH)
+        while length < limit and tokens[-1 - length] == tokens[place - 1 - length]:
+            length += 1
+        return length
 
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:
         """See DraftSource. bucket: length of the match in powers of two above the minimum."""
@@ -49,18 +50,18 @@ class LookupSource:
         place = self._latest.get(tuple(self._tokens[-self.min_match :]), 0)
         if not place or limit < 1:
             return None
-        best = (0, 0)
-        for _ in range(MAX_CANDIDATES):
-            best = max(best, (self._match_length(text, place), place))
+        length = 0
+        for _ in range(MAX_CANDIDATES):  # the latest first
+            found = self._match_length(place)
+            if found > length:
+                length, self._at = found, place
             place = self._earlier[place]
-            if not place:
+            if not place or length == MAX_MATCH:
                 break
-        length, self._at = best
-        self._text = text
         bucket = min((length // self.min_match).bit_length(), len(CHANCES)) - 1
         return Offer(limit, bucket, CHANCES[bucket])
 
     def draft(self, count: int) -> list[int]:
         """Copy from the place found; where the copy reaches the end of the text it goes on with what it copied."""
-        period = len(self._text) - self._at
-        return [int(self._text[self._at + i % period]) for i in range(count)]
+        period = len(self._tokens) - self._at
+        return [self._tokens[self._at + i % period] for i in range(count)]

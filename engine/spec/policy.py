@@ -19,13 +19,16 @@ MAX_CREDIT_TOKENS = 16.0  # what was gained, or not spent of that share, pays fo
 MAX_CHARGE = 1.5  # a window costs the budget at once at most so many times what its length costs otherwise
 MIN_ROW = 0.03  # a further row costs at least this share of a plain step
 SAMPLES = 15
-PLAIN_UPDATE = 8  # plain steps after which their median is computed anew
 TRYING = "trying again"
-BETWEEN_TRIALS = 32  # rounds, at least, unless the draft was right
+BETWEEN_TRIALS = 32  # rounds, at least, unless the draft was right; twice as many after every trial that failed ...
+MAX_BETWEEN_TRIALS = 64  # ... up to these
+MISSES = 16  # windows in a row without a hit that cast doubt on the yardstick: plain decode is measured anew
 REFUSED = 8  # rounds that a refusal holds: nothing changes so fast, and asking costs a share of a small model's step
 UNKNOWN_ROW = 1 / 3  # assumed cost of a further row before any was tried, in plain steps
 LINE_PRIOR = 4.0  # further rows' worth of measurements that this assumption weighs
 LENGTH_PRIOR = 4.0  # samples' worth that the line of all lengths weighs against one length's own
+AWAKE = 16  # plain rounds after which sources are not asked every round any more
+REST = 3  # rounds between two that ask, then: asking costs a share of a small model's step
 STALE = 48  # rounds after which the samples of a length are not believed any more
 
 
@@ -47,6 +50,10 @@ class FixedPolicy:
 
     def use(self, rows: int) -> None:
         """Nothing to note."""
+
+    def rest(self) -> int:
+        """Plain rounds that may follow before sources are asked again."""
+        return 0
 
     def record_plain(self, ms: float) -> None:
         """Nothing to learn."""
@@ -71,10 +78,12 @@ class AutoPolicy:
         self._costs = [0.0] * (MAX_ROWS + 1)  # of windows by rows; 0.0 until anything is known
         self._acceptance: dict = {}
         self._refused: dict = {}  # key: round until which the answer is known to be 1
+        self._between: dict = {}  # key: rounds from its last failed trial to the next
         self._loss = 0.0  # ms that windows have cost beyond plain decode, less what they may cost
-        self._plain_ms = 0.0  # of plain steps whose share is not earned yet
+        self._plain_ms = 0.0  # of plain steps that are not accounted for yet
         self._late = 0.0  # ms of windows that took far longer than usual, not charged yet
-        self._rounds = self._since_plain = 0
+        self._rounds = self._since_plain = self._misses = 0
+        self._windows_until = 0  # round of the last window
         self._last = 1
         self.reason = "nothing measured yet"
         self.switches: list[tuple[int, int, int, str]] = []
@@ -109,8 +118,10 @@ class AutoPolicy:
             self._costs[n] = max(cost, plain * (1 + MIN_ROW * (n - 1)))
 
     def _choose(self, key, count: int, ms_per_draft: float, chance: float) -> tuple[int, str]:
-        if self._since_plain >= PLAIN_REFRESH:
+        self._account_plain()
+        if self._since_plain >= PLAIN_REFRESH or self._misses >= MISSES:
             self._samples[1].clear()
+            self._since_plain = self._misses = 0
         if len(self._samples[1]) < MIN_PLAIN:
             return 1, "measuring plain decode"
         plain = self._costs[1]
@@ -147,7 +158,9 @@ class AutoPolicy:
             return 1
         rows, self.reason = self._choose(key, count, ms_per_draft, chance)
         if self.reason == TRYING:
-            self._refused[key] = self._rounds + BETWEEN_TRIALS
+            between = self._between.get(key, BETWEEN_TRIALS)
+            self._refused[key] = self._rounds + between
+            self._between[key] = min(2 * between, MAX_BETWEEN_TRIALS)
         elif rows == 1 and len(self._samples[1]) >= MIN_PLAIN:
             self._refused[key] = self._rounds + REFUSED
         return rows
@@ -158,24 +171,35 @@ class AutoPolicy:
             self.switches.append((self._rounds, self._last, rows, self.reason))
         self._last = rows
 
+    def rest(self) -> int:
+        """Plain rounds that may follow before sources are asked again; to be heard after a round without a window."""
+        return REST if self._rounds - self._windows_until >= AWAKE else 0
+
     def record_plain(self, ms: float) -> None:
-        """A plain step took `ms`. Runs beside every step of a text without drafts, so it does little."""
+        """A plain step took `ms`. Runs beside every step of a text without drafts, so it only takes notes."""
         self._rounds += 1
-        self._since_plain = 0
         self._samples[1].append(ms)
         self._plain_ms += ms
-        if len(self._samples[1]) <= MIN_PLAIN or self._rounds % PLAIN_UPDATE == 0:
+
+    def _account_plain(self) -> None:
+        """Take in the plain steps since the last choice."""
+        if self._plain_ms:
+            self._since_plain = self._misses = 0
+            self._update_costs(1)
             self._earn(self._plain_ms, 0.0)
             self._plain_ms = 0.0
-            self._update_costs(1)
 
     def record(self, key, rows: int, num_accepted: int, ms: float, num_verified: int, draft_ms: float = 0.0) -> None:
         """A window of rows >= 2 took `ms`, draft_ms of it for drafting, and emitted num_accepted + 1 tokens;
         num_verified: of its drafts, how many were not dropped on the way."""
+        self._account_plain()
         self._rounds += 1
         self._since_plain += 1
+        self._misses = 0 if num_accepted else self._misses + 1
+        self._windows_until = self._rounds
         if num_accepted:
             self._refused.pop(key, None)
+            self._between.pop(key, None)
         if self._rounds - self._measured_at[rows] > STALE:
             self._samples[rows].clear()
         self._samples[rows].append(ms - draft_ms)  # other drafts cost something else: see ms_per_draft

@@ -120,6 +120,7 @@ class Speculator:
         self.sources, self.policy, self.cut, self.stats = sources, policy, cut, SpecStats(policy, cut)
         self.stats.sources = {source.name: SourceStats() for source in sources}  # those never used count, too
         self._experts_used = 0
+        self._rest = 0  # rounds before sources are asked again
 
     def start(self, experts_used: int, kv=None) -> None:
         """The prefill is over; the model's running count of distinct experts stands here. kv: the text's cache."""
@@ -133,6 +134,9 @@ class Speculator:
     def window(self, text: np.ndarray, room: int) -> Window:
         """text: int32 [n], all tokens so far; room: tokens that may still be emitted, >= 1."""
         started = time.perf_counter()
+        if self._rest:  # what plain decode does, and a countdown
+            self._rest -= 1
+            return Window(text[-1:], None, started)
         limit = min(self.policy.max_rows(), room) - 1
         rows, key, drafts = 0, None, []
         for source in self.sources if limit > 0 else ():
@@ -144,13 +148,15 @@ class Speculator:
             if rows > 1:  # else it does not pay with these drafts; perhaps with those of the next source
                 drafts = source.draft(rows - 1)
                 break
-        if not rows:
+        if rows:
+            self.policy.use(rows)
+            draft_s = time.perf_counter() - started
+            self.stats.draft_s += draft_s
+        if not drafts:
+            self._rest = self.policy.rest()
             return Window(text[-1:], None, started)
-        self.policy.use(rows)
-        draft_s = time.perf_counter() - started
-        self.stats.draft_s += draft_s
         keep_rows = None
-        if self.cut and drafts:
+        if self.cut:
             self.cut.begin(key, offer.chance)
             keep_rows = self.cut.keep_rows
         return Window(np.array([text[-1], *drafts], np.int32), key, started, keep_rows, draft_s)
