@@ -30,7 +30,7 @@ class RuntimeConfig:
     ctx: positions kept in the KV cache; None = the model's max_position_embeddings.
     kv: element type of the KV cache, "f16" or "f32".
     arith: "canonical" = quantized weights meet int8 activations; "float" = float32 activations, weights dequantized.
-    expert_layout: "fast" = experts re-coded to strips when first used, "compact" = storage rows re-coded in every
+    expert_layout: "fast" = experts re-coded to strips as they are used, "compact" = storage rows re-coded in every
     call, "auto".
     draft_model: directory or file of a small model that drafts tokens for speculation.
     cut_drafts: whether a window loses drafts whose experts would have to be read, where that is worth more.

@@ -150,7 +150,7 @@ def load_fitting(engine, progress: Progress | None) -> tuple[int, int]:
 
 
 def lock_everything(model) -> int:
-    """Lock dense weights and experts; experts that are re-coded when first used are re-coded before."""
+    """Lock dense weights and experts; experts that are re-coded as they are used are re-coded before."""
     lazy = [part for part in parts_of(model) if isinstance(part, LazyExperts)]
     for part in lazy:
         part.prepare(np.arange(len(part.table)))
