@@ -376,8 +376,8 @@ def test_sigterm_leaves_nothing_behind(tmp_path):
 import os, signal, sys
 import converters.quantize
 encode = converters.quantize.Quantizer.chunks
-def chunks(self, record, source):
-    for i, chunk in enumerate(encode(self, record, source)):
+def chunks(self, record, source, *rest):
+    for chunk in encode(self, record, source, *rest):
         if len(os.listdir({str(tmp_path)!r})) > 1:
             os.kill(os.getpid(), signal.SIGTERM)
         yield chunk
