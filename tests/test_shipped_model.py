@@ -75,9 +75,10 @@ def expert_shares(shipped, monkeypatch, domain):
         real = block.mlp.routed
 
         def spy(layers, buffers, y, x, num_tokens, n=n, real=real):
-            real(layers, buffers, y, x, num_tokens)
+            left = real(layers, buffers, y, x, num_tokens)
             chosen = buffers.ids.array[:num_tokens].reshape(-1)
             counts[n] = counts.get(n, 0) + np.bincount(chosen, minlength=config.num_experts)
+            return left
 
         monkeypatch.setattr(block.mlp, "routed", spy)
     text = heldout_bits.first_lines((heldout_bits.HELDOUT / f"{domain}.txt").read_bytes(), 6000).decode()
