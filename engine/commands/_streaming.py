@@ -53,6 +53,8 @@ def _idle_notes(loaded) -> list[str]:
     """A line that names the options that only count for experts that are streamed. No error: whether they fit depends
     on the memory that is free today, and a script should not fail for that."""
     used = {"lock"} | ({"readers"} if loaded.read_bytes else set()) | ({"io"} if loaded.options.io == "mmap" else set())
+    if loaded.options.expert_layout == "auto" and loaded.expert_layout.name in ("fast", "compact"):
+        used.add("ram")  # it decided between the two
     names = [option.name for option in _named_options() if option.name not in used] + ["cut_drafts"]
     idle = [name for name in names if getattr(loaded.options, name) != getattr(RuntimeConfig(), name)]
     if not idle:
