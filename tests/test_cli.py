@@ -79,7 +79,11 @@ def test_directory_without_a_snapshot_is_refused(tmp_path):
 
 
 def test_unexpected_exceptions_keep_their_traceback():
-    code = "import engine.runtime as r, engine.cli as c; r.open_model = lambda path: 1 / 0; c.main(['generate', 'x'])"
+    code = """
+import engine.cli, engine.runtime, engine.weights
+engine.weights.open_model = engine.runtime.open_model = lambda path: 1 / 0
+engine.cli.main(["generate", "x"])
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
