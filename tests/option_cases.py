@@ -63,7 +63,10 @@ PLAN = {
 }
 TUNE = {
     "model": [case("-m {gguf}", r"^model: \S+tiny.gguf")],
-    "model_argument": [_tool("{gguf}", r"^model: \S+tiny.gguf"), case("{gguf}", refused="give one of them")],
+    "model_argument": [
+        _tool("{gguf}", r"^model: \S+tiny.gguf", plain=("tune", "{model}", "-n", "8", "--repeat", "1")),
+        case("{gguf}", refused="give one of them"),
+    ],
     "prompt": [
         case("--prompt 'In the beginning'", r"^prompt: 3 tokens"),
         case("--prompt In --prompt-file {prompt}", refused="exclude each other"),

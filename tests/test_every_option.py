@@ -46,11 +46,16 @@ RUNTIME = {
     ],
 }
 STREAMING = {
-    "ram": [case("--ram 0.5", r"of 0\.50 GiB \(--ram 0\.5\)", STREAM), case("--ram 0.5", r"so --ram changes nothing")],
+    "ram": [
+        case("--ram 0.5", r"of 0\.50 GiB \(--ram 0\.5\)", STREAM),
+        case("--ram 0.5", r"so --ram changes nothing"),
+        case("--ram 0.5", r"experts fast \(.* fit into \d{3} MiB\)", ["-m", "{blocks}"]),
+    ],
     "io": [
         case("--io buffered", r"io buffered", STREAM),
         case("--io direct", r"slots of .* io direct"),
         case("--io buffered", r"so --io changes nothing"),
+        case("--io mmap", r"^experts: mapped, not read in"),
     ],
     "readers": [case("--readers 2", r" 2 readers", STREAM), case("--readers 2", r"so --readers changes nothing")],
     "lookahead": [
@@ -258,6 +263,14 @@ def places(tmp_path_factory):
         "history": out / "model.usage.json",
         "word": word,
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shipped_model_untouched():
+    """What a run leaves beside a model would change the runs of other tests."""
+    before = sorted(SHIPPED_MODEL.parent.iterdir())
+    yield
+    assert sorted(SHIPPED_MODEL.parent.iterdir()) == before
 
 
 @pytest.fixture(scope="module", autouse=True)
