@@ -27,8 +27,7 @@ _PROBES = 64
 def expert_blocks(files) -> list[tuple[str, int, int]]:
     """(file, offset, bytes) of blocks that cover all routed experts, in file order."""
     blocks, end = [], {}
-    made = getattr(files, "made", ())  # arranged anew from other bytes
-    records = (r for r in files.tensors.values() if r.role in ROLES and r.name not in made)
+    records = (r for r in files.tensors.values() if r.role in ROLES and r.name not in files.made)
     for record in sorted(records, key=lambda record: (record.file, record.offset)):
         at = max(record.offset, end.get(record.file, 0))
         end[record.file] = max(at, record.offset + record.nbytes)

@@ -113,7 +113,7 @@ class LazyExperts:
         self._memory: list[np.ndarray] = []
         self._complete = False
         # Rows that a file does not hold as they are wanted live as long as one read of them: re-coded at once.
-        made = getattr(recoder.files, "made", ())
+        made = recoder.files.made
         self._unused = np.array([not any(record.name in made for record in expert) for expert in records], bool)
         self._missing = np.ones(len(records), bool)
         self.num_bytes = 0

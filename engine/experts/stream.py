@@ -162,7 +162,6 @@ def plan_experts(
     kv = memory.kv_estimate(config, positions, max_tokens, options.kv, options.mtp)
     others = dense + kv + memory.resident_bytes() + memory.GROWTH_BYTES + memory.PAGE_CACHE_FLOOR_BYTES
     left = budget.total_bytes - others
-    made = getattr(files, "made", None)
     if not any(record.role in memory.EXPERT_ROLES for record in files.tensors.values()):
         if options.expert_slots is not None:
             raise ConfigError(f"--expert-slots: {files.path} has no routed experts; leave the option out")
@@ -177,14 +176,14 @@ def plan_experts(
     if options.expert_slots is None:
         layout = choose_expert_layout(options.expert_layout, files, context, max(0, left))
         into_slots = options.io == "direct" or (options.io == "auto" and layout.name == "fast" and is_cold(files))
-        if layout.num_bytes <= left and (made or not into_slots):
+        if layout.num_bytes <= left and (files.made or not into_slots):
             if options.lock:
                 check_limit(dense + layout.num_bytes, budget.total_bytes, budget.source)
             return layout, None
-        if layout.num_bytes <= left and not made:
+        if layout.num_bytes <= left and not files.made:
             layout = replace(layout, reason=f"{layout.reason}, read into memory of its own")
             return layout, ExpertStream(files, context, options, budget, dense, layout.compact, preload=True)
-    if made:
+    if files.made:
         raise ConfigError(
             f"{files.path}: its experts do not fit into memory, and they cannot be streamed from this checkpoint, "
             "which stores them in another order; make a snapshot with `millstream convert`"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -116,11 +117,13 @@ class ModelFiles:
     tokenizer_dir: directory with tokenizer.json, or None. tensors: name -> TensorRecord, in forward order.
     files: file name -> bytes of every data file. tied_head: the head is embed_tokens.
     mtp_names: those of the tensors that belong to the layer for multi-token prediction; empty without a whole one.
+    made: names of the tensors that lie in no file as `read` gives them; such bytes live as long as the array.
     gguf_metadata: all keys of a GGUF file, or None.
     """
 
     kind = ""
     nonfinite_remedy = ""  # end of the error about a row: what it has, and what to do
+    made: Mapping[str, object] = MappingProxyType({})
     gguf_metadata: Mapping[str, object] | None = None
 
     def __init__(self, directory: Path, architecture: str, config: dict, generation_config: dict):
