@@ -16,6 +16,7 @@ from engine.sampler import SamplingParams
 from engine.session import Session
 from engine.spec import FixedPolicy, LookupSource, Speculator
 from engine.spec.draft_model import ModelSource
+from engine.spec.drafts import DraftSource
 
 FLOAT = RoleFormats(experts="f32", dense="f32")
 
@@ -94,7 +95,7 @@ def test_a_stop_text_over_a_draft_and_the_pick_behind_it():
     known = [*plain[4].prompt_token_ids, *plain[0]]
     pieces = [loaded.tokenizer.token_bytes(t).decode() for t in plain[0]]
 
-    class OneWrong:
+    class OneWrong(DraftSource):
         """Right but for the token with index `wrong`."""
 
         name, ms_per_draft = "one wrong", 0.0
@@ -133,7 +134,7 @@ def test_a_draft_that_cannot_be_run_is_dropped(ring, monkeypatch):
             raise NumericsError("layers.1: NaN")
         return forward(ids, *args, **settings)
 
-    class Bad:
+    class Bad(DraftSource):
         name, ms_per_draft = "bad", 0.0
         offer = spec_tools.RandomSource(1).offer
 

@@ -10,6 +10,7 @@ from engine.runtime import SHIPPED_MODEL
 from engine.sampler import SamplingParams
 from engine.spec import AutoPolicy, FixedPolicy, Speculator
 from engine.spec.draft_model import ModelSource
+from engine.spec.drafts import DraftSource
 
 SAMPLERS = [SamplingParams(), SamplingParams(temperature=0.9, repeat_penalty=1.3, seed=4)]
 
@@ -88,7 +89,7 @@ def test_rows_that_are_dropped_leave_no_trace_in_the_cache():
 def test_figures_of_windows_that_were_cut_short():
     """Drafts that were dropped were not looked at: they count as drafted, not as refused."""
 
-    class Half:
+    class Half(DraftSource):
         windows = drafts = 0
         start = begin = lambda self, *args: None
         keep_rows = None
@@ -96,7 +97,7 @@ def test_figures_of_windows_that_were_cut_short():
         def end(self, key, asked, rows, num_accepted, ms):
             self.windows, self.drafts = self.windows + 1, self.drafts + asked - rows
 
-    class Right:
+    class Right(DraftSource):
         name, ms_per_draft = "right", 0.0
         offer = staticmethod(lambda text, limit: engine.spec.Offer(limit, 0))
         draft = staticmethod(lambda count: [1] * count)
@@ -119,7 +120,7 @@ def test_the_time_of_drafting_is_told_to_the_policy():
         def record(self, key, rows, num_accepted, ms, num_verified, draft_ms=0.0):
             told.append((ms, draft_ms))
 
-    class Slow:
+    class Slow(DraftSource):
         name, ms_per_draft = "slow", 0.0
         offer = staticmethod(lambda text, limit: engine.spec.Offer(limit, 0))
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..sampler import Sampler, SamplingParams
-from .drafts import MAX_ROWS, Offer
+from .drafts import MAX_ROWS, DraftSource, Offer
 
 CHANCE = 0.7  # first belief in a small model's draft
 
@@ -24,7 +24,7 @@ def check_same_tokens(target, draft) -> None:
         raise ConfigError(f"--draft-model: it has {sizes[1]} tokens, the model {sizes[0]}; both need the same tokens")
 
 
-class ModelSource:
+class ModelSource(DraftSource):
     """engine: the loaded draft model. sampling: the target's, so that its draws are guessed with the same numbers.
 
     vocab_size, capacity: logits and context of the target. Equal token tables may be padded to different numbers of

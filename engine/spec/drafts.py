@@ -31,6 +31,9 @@ class DraftSource(Protocol):
     name: str
     ms_per_draft: float
 
+    def follow(self, kv) -> None:
+        """The prefill is over; kv: the KV cache of the text that is drafted. Nothing to do for most sources."""
+
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:
         """text: int32 [n], prompt and output so far; limit: drafts that are of use. None: abstains."""
 

@@ -5,7 +5,7 @@ Strong where a text copies (quotes, edits of code, lists), silent where it does 
 
 import numpy as np
 
-from .drafts import Offer
+from .drafts import DraftSource, Offer
 
 MIN_MATCH = 3  # tokens that must agree before anything is drafted
 MAX_MATCH = 32  # a longer match says nothing more
@@ -13,7 +13,7 @@ CHANCES = (0.4, 0.6, 0.8, 0.9)  # first belief in a match of min_match, 2, 4, 8 
 MAX_CANDIDATES = 16  # places that are compared; bounds the work on texts of one repeated token
 
 
-class LookupSource:
+class LookupSource(DraftSource):
     """Longest suffix that occurred before, ties to the latest place. Every position is indexed once, as it comes."""
 
     name = "lookup"

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import NumericsError
 from ..sampler import Sampler, SamplingParams
-from .drafts import Offer
+from .drafts import DraftSource, Offer
 
 CHANCE = 0.8  # first belief in a draft: what reports on released models say of the first token
 
@@ -75,7 +75,7 @@ class MtpState:
         return self.layer.forward(hidden, np.array([token], np.int32), self.kv, self.first - self.shift + step)
 
 
-class MtpSource:
+class MtpSource(DraftSource):
     """sampling: that of the text, so that its draws are guessed with the same numbers."""
 
     name = "mtp"
@@ -88,7 +88,7 @@ class MtpSource:
         self._calls = 0
 
     def follow(self, kv) -> None:
-        """kv: the cache of the sequence whose text is drafted."""
+        """See DraftSource."""
         self._state = kv.follower
 
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:

@@ -7,7 +7,7 @@ import numpy as np
 from .drafts import DraftSource, Offer
 
 
-class OracleSource:
+class OracleSource(DraftSource):
     """Knows the text: tokens = prompt and output of a plain run. The upper bound of what speculation can give."""
 
     name = "oracle"
@@ -25,7 +25,7 @@ class OracleSource:
         return self._tokens[self._at : self._at + count]
 
 
-class RandomSource:
+class RandomSource(DraftSource):
     """Uniformly random tokens: practically never right."""
 
     name = "random"
@@ -41,7 +41,7 @@ class RandomSource:
         return self._random.integers(0, self._vocab_size, count).tolist()
 
 
-class SpoiledSource:
+class SpoiledSource(DraftSource):
     """Another source with every k-th draft replaced by a wrong token."""
 
     ms_per_draft = 0.0
@@ -49,6 +49,9 @@ class SpoiledSource:
     def __init__(self, inner: DraftSource, every: int, vocab_size: int):
         self.name = f"{inner.name}, every {every}. spoiled"
         self._inner, self._every, self._vocab_size, self._count = inner, every, vocab_size, 0
+
+    def follow(self, kv) -> None:
+        self._inner.follow(kv)
 
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:
         return self._inner.offer(text, limit)

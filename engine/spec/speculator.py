@@ -128,8 +128,7 @@ class Speculator:
         if self.cut:
             self.cut.start()
         for source in self.sources:
-            if hasattr(source, "follow"):
-                source.follow(kv)
+            source.follow(kv)
 
     def window(self, text: np.ndarray, room: int) -> Window:
         """text: int32 [n], all tokens so far; room: tokens that may still be emitted, >= 1."""
