@@ -42,9 +42,8 @@ class TraceHeader:
 
 
 def moe_blocks(model) -> list[MoeBlock]:
-    """The MoE blocks of a model, first layer first, wherever a family keeps them inside its layers; not that of the
-    layer which drafts."""
-    found, stack, seen = [], [model], set()
+    """The MoE blocks of a model's layers, first layer first, wherever a family keeps them inside a layer."""
+    found, stack, seen = [], [model.blocks], set()
     while stack:
         value = stack.pop()
         if isinstance(value, MoeBlock):
@@ -53,7 +52,7 @@ def moe_blocks(model) -> list[MoeBlock]:
             stack += reversed(value)
         elif type(value).__module__.startswith("engine.models.") and id(value) not in seen:
             seen.add(id(value))
-            stack += reversed([part for name, part in vars(value).items() if name != "mtp"])
+            stack += reversed(vars(value).values())
     return found
 
 
