@@ -40,6 +40,7 @@ import ggml_peer
 
 from engine import kernels
 from engine.formats import FORMATS
+from engine.hardware import cpu_model
 from engine.kernels import ffi
 
 TOKENS = (1, 2, 3, 4, 8)
@@ -51,14 +52,6 @@ BYTES = ("q8_0", "q6_k", "q5_k")
 NIBBLE_TARGET, BYTE_TARGET, IQ3_S_TARGET = {1: 2.1, 3: 2.9, 8: 3.5}, {1: 1.3, 3: 2.0, 8: 2.5}, {1: 7.0, 3: 8.0, 8: 9.5}
 COMPACT_TARGET, OTHER_TARGET = {1: 1.2, 3: 2.5, 8: 4.0}, {1: 1.3, 3: 1.3, 8: 1.3}
 REFERENCES = {"nib8": ("q4_0", "q4_k"), "byte8": ("q5_k", "q6_k")}  # where the best of a kind is
-
-
-def cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 class Arm:
@@ -360,7 +353,7 @@ def main():
         library, how = peer(args, Path(folder))
         loop = ggml_peer.loops(Path(folder))
         head = [
-            f"{cpu_name()}, {os.cpu_count()} CPUs, {platform.platform()}, load {os.getloadavg()[0]:.1f}",
+            f"{cpu_model()}, {os.cpu_count()} CPUs, {platform.platform()}, load {os.getloadavg()[0]:.1f}",
             f"{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
             f"one thread, tier {args.tier}, weights [{ROWS}, {COLS}], {args.rounds} rounds; {how}",
             *targets_text(),

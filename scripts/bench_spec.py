@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import engine  # noqa: E402
 from engine.generate import Generation  # noqa: E402
+from engine.hardware import cpu_model  # noqa: E402
 from engine.sampler import SamplingParams  # noqa: E402
 from engine.spec import LookupSource, make_speculator  # noqa: E402
 from engine.spec.cut import DraftCut  # noqa: E402
@@ -151,9 +152,7 @@ def show(name, found):
 
 
 def machine():
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
-    return {"cpu": model, "cpus": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]}
+    return {"cpu": cpu_model(), "cpus": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]}
 
 
 def parse_arms(names, cut):

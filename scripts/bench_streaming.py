@@ -50,7 +50,7 @@ from streaming_disk import ALIGN_BYTES, burst_read_rate, direct_read_rate, disk_
 
 from engine.atomic_file import AtomicFile
 from engine.experts.cache import CHUNK_BYTES, DEFAULT_READERS
-from engine.hardware import usable_cpus
+from engine.hardware import cpu_model, usable_cpus
 from engine.weights import open_model
 
 HERE = Path(__file__).resolve().parent
@@ -234,14 +234,12 @@ def command_line(args) -> str:
 
 def describe_run(args) -> dict:
     """What must be the same for all results of a file."""
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.processor())  # fmt: skip
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     settings = {name: getattr(args, name) for name in ("threads", "ctx", "seed", "tokens", "warm_up_tokens")}
     return {
         "revision": (git("rev-parse", "--short=12", "HEAD") or "unknown") + changed,
-        "machine": {"cpu": cpu, "cpus": os.cpu_count(), "memory_mib": memory, "kernel": platform.release()},
+        "machine": {"cpu": cpu_model(), "cpus": os.cpu_count(), "memory_mib": memory, "kernel": platform.release()},
         "settings": settings,
     }
 

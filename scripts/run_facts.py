@@ -44,9 +44,13 @@ def _revision() -> str | None:
 
 def require_writable(path: str | Path) -> None:
     """Before a run of minutes: end with one line when its result could not be written."""
-    folder = Path(path).resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise SystemExit(f"--out {path}: cannot be written; give a file in a directory that exists and is yours")
+    from engine.commands import _output
+    from engine.errors import ConfigError
+
+    try:
+        _output.require_writable("--out", path)
+    except ConfigError as error:
+        raise SystemExit(f"{error}; give a file in a directory that exists and is yours") from None
 
 
 def write_json(path: str | Path, content: dict) -> None:
