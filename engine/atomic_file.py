@@ -1,7 +1,11 @@
 """Files that appear under their name only when they are complete and on disk, and where those about a model lie."""
 
 import os
+import re
 from pathlib import Path
+
+_DESCRIPTORS = {"/dev/stdout": 1, "/dev/stderr": 2}
+_DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/self/fd)/(\d{1,6})")
 
 
 def beside(model: str | Path, ending: str) -> Path:
@@ -10,17 +14,34 @@ def beside(model: str | Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
+def stream_of(path: str | Path) -> int | Path | None:
+    """What to write to where no file may take the place of `path`: a descriptor this process has open (/dev/stdout,
+    /dev/fd/3), a device, a pipe. None for a file, or a name that is free."""
+    if match := _DESCRIPTOR.fullmatch(str(path)):
+        return int(match[1])
+    if (descriptor := _DESCRIPTORS.get(str(path))) is not None:
+        return descriptor
+    path = Path(path)
+    return path if path.exists() and not path.is_file() and not path.is_dir() else None
+
+
 class AtomicFile:
     """Context manager: `.handle` is a binary file under a temporary name beside `path`; a clean exit renames it.
 
-    On an exception nothing is left. Raises OSError where the directory cannot be written.
+    On an exception nothing is left. A link stays one: the file it leads to is replaced. What is no file (a device, a
+    pipe, see `stream_of`) is written to as it is. Raises OSError where the directory cannot be written.
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._temporary = self.path.with_name(f".{self.path.name}.tmp-{os.getpid()}")
+        self.path, self._temporary = Path(path), None
 
     def __enter__(self) -> "AtomicFile":
+        stream = stream_of(self.path)
+        if stream is not None:  # a descriptor's copy shares its place in the file
+            self.handle = os.fdopen(os.dup(stream), "wb") if isinstance(stream, int) else stream.open("wb")
+            return self
+        self._target = Path(os.path.realpath(self.path))
+        self._temporary = self._target.with_name(f".{self._target.name}.tmp-{os.getpid()}")
         self.handle = self._temporary.open("w+b")
         return self
 
@@ -28,8 +49,10 @@ class AtomicFile:
         try:
             if kind is None:
                 self.handle.flush()
-                os.fsync(self.handle.fileno())
-                self._temporary.replace(self.path)
+                if self._temporary is not None:
+                    os.fsync(self.handle.fileno())
+                    self._temporary.replace(self._target)
         finally:
             self.handle.close()
-            self._temporary.unlink(missing_ok=True)
+            if self._temporary is not None:
+                self._temporary.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from ..atomic_file import AtomicFile
+from ..atomic_file import AtomicFile, stream_of
 from ..errors import ConfigError, EngineError
 
 
@@ -42,6 +42,8 @@ def _finite(value):
     """JSON has no infinity: a figure that does not exist (an error of one sample) becomes null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -61,20 +63,38 @@ def note(text: str) -> None:
 
 def require_writable(option: str, path: str) -> None:
     """Refuse before any work a path that `write_file` could not write after it. Raises ConfigError."""
-    parent = Path(path).absolute().parent
+    try:
+        why = _obstacle(path)
+    except OSError as error:  # a name that is too long
+        why = error.errno
+    if why:
+        raise ConfigError(f"{option} {path}: cannot be written: {os.strerror(why)}")
+
+
+def _obstacle(path: str) -> int:
+    """The errno of writing to `path`, 0 for none."""
+    stream, parent = stream_of(path), Path(os.path.realpath(path)).parent
+    if isinstance(stream, int):
+        return 0 if _is_open(stream) else errno.EBADF
+    if stream is not None:
+        return 0 if os.access(stream, os.W_OK) else errno.EACCES
     if Path(path).is_dir():
-        why = errno.EISDIR
-    elif not parent.is_dir():
-        why = errno.ENOTDIR if parent.exists() else errno.ENOENT
-    elif not os.access(parent, os.W_OK):
-        why = errno.EACCES
-    else:
-        return
-    raise ConfigError(f"{option} {path}: cannot be written: {os.strerror(why)}")
+        return errno.EISDIR
+    if not parent.is_dir():
+        return errno.ENOTDIR if parent.exists() else errno.ENOENT
+    return 0 if os.access(parent, os.W_OK) else errno.EACCES
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def write_file(option: str, path: str, text: str) -> int:
-    """Write `text` to the file an option names, complete or not at all; returns its bytes. Raises ConfigError."""
+    """Write `text` to what an option names, a file complete or not at all; returns its bytes. Raises ConfigError."""
     data = text.encode()
     try:
         with AtomicFile(path) as file:

@@ -1,11 +1,14 @@
 """Options of profiling: --profile, --profile-layers, --profile-json, --profile-html, --trace."""
 
 import json
+import os
 import time
 from contextlib import contextmanager
 
 import click
 
+from ..atomic_file import stream_of
+from ..errors import ConfigError
 from ._output import note, require_writable, size, write_file
 
 FILES = ("profile_json", "profile_html", "trace")
@@ -26,10 +29,15 @@ def options(command):
 
 
 def take(options: dict) -> dict:
-    """Remove the options from a command's keywords, and return them. Raises ConfigError for a file nobody can write."""
+    """Remove the options from a command's keywords, and return them. Raises ConfigError for a file nobody can write,
+    or that two options name."""
+    named: dict[str, str] = {}
     for name in FILES:
         if options[name] is not None:
             require_writable(_flag(name), options[name])
+            first = named.setdefault(os.path.realpath(options[name]), name)
+            if first != name and stream_of(options[name]) is None:
+                raise ConfigError(f"{_flag(first)} and {_flag(name)} both name {options[name]}; give each its own file")
     return {name: options.pop(name) for name in NAMES}
 
 
@@ -67,11 +75,11 @@ class Profiling:
         """Print and write what was asked for."""
         if self._profiler is None:
             return
+        wall_s, wanted = time.perf_counter() - self._started, self._wanted  # what follows is no part of the run
         from ..bandwidth import memory_bandwidth
         from ..profile.report import profile_report
         from ..profile.text import format_report
 
-        wall_s, wanted = time.perf_counter() - self._started, self._wanted
         bandwidth = memory_bandwidth(self._profiler.engine.context)
         report = profile_report(self._profiler, generation, wall_s, self._load_s, bandwidth)
         if wanted["profile"] or wanted["profile_layers"]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..atomic_file import AtomicFile
+from ..atomic_file import AtomicFile, stream_of
 from ..errors import ConfigError
 from ..moe import MoeBlock
 
@@ -67,6 +67,8 @@ class RouteTrace:
         self.header = TraceHeader(
             architecture, len(self._blocks), first.num_experts, first.num_experts_per_tok, fingerprint
         )
+        if stream_of(path) is not None:  # the header is written last
+            raise ConfigError(f"--route-trace {path}: a recording needs a file; this is a device or a pipe")
         self._file = AtomicFile(path)
         self.num_bytes = HEADER_BYTES
 
