@@ -142,7 +142,7 @@ class Generation:
             logits = prefill(self.engine.model, session.kv, sequence[reused:position], reused)
             session.length = session.kv.length
             picks = [sampler.pick(logits[0], sequence[:position], position)]
-        self.speculator.start(self.engine.model.layers.experts_used, session.kv)
+        self.speculator.start(session.kv)
         stats.prefill_s = time.perf_counter() - clock
         while True:
             for token in picks:
@@ -168,6 +168,8 @@ class Generation:
 
     def _round(self, sampler: Sampler, session: Session, sequence: np.ndarray, position: int) -> list[int]:
         """Verify one window behind sequence[:position]; the model's own picks up to the first that no draft foresaw."""
+        layers = self.engine.model.layers
+        experts_before = layers.experts_used  # other generations of this engine count there, too
         window = self.speculator.window(sequence[:position], len(sequence) - position)
         try:
             logits = decode_step(self.engine.model, session.kv, window.ids, position - 1, window.keep_rows)
@@ -180,13 +182,18 @@ class Generation:
         picks: list[int] = []
         for row, expected in enumerate([*window.ids[1:].tolist(), None]):
             at = position + row
-            token = sampler.pick(logits[row], sequence[:at], at)
+            try:
+                token = sampler.pick(logits[row], sequence[:at], at)
+            except NumericsError:
+                if not picks:
+                    raise
+                break  # plain decode emits what was picked so far, then says so
             picks.append(token)
             if token != expected or self._ends(token):
                 break
             sequence[at] = token  # the next row's penalties look at it
         session.length = session.kv.truncate(position - 1 + len(picks))
-        self.speculator.commit(window, len(picks), self.engine.model.layers.experts_used)
+        self.speculator.commit(window, len(picks), layers.experts_used - experts_before)
         return picks
 
     def _ends(self, token: int) -> bool:

@@ -2,17 +2,15 @@
 
 from functools import cache
 
-import family_models
-import latent_and_sink_models as models
 import numpy as np
 import pytest
 import spec_tools
 
 import engine
-from converters.hf import RoleFormats, convert
+from engine import models
 from engine.sampler import SamplingParams
 
-NAMES = sorted({*family_models.CONFIGS, *models.CONFIGS})
+NAMES = spec_tools.FAMILIES
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, repeat_penalty=1.1, seed=5)
 LENGTHS = (*range(2, 9), "auto")
 
@@ -23,10 +21,7 @@ def load(tmp_path_factory):
 
     @cache
     def folder(name):
-        path = tmp_path_factory.mktemp(name)
-        models.checkpoint(path / "hf", name)
-        convert(path / "hf", path / "out", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
-        return path / "out"
+        return spec_tools.family(tmp_path_factory.mktemp(name), name)
 
     return lambda name, **options: engine.load(folder(name), threads=1, **options)
 
@@ -46,6 +41,10 @@ def test_every_family_gives_the_text_of_plain_decode(load, name):
         for i, source in enumerate(spec_tools.SOURCES):
             rows = LENGTHS[(turn + 3 * i) % len(LENGTHS)]
             spec_tools.assert_same(loaded, ids, rows, source, plain, sampling=sampling, **options)
+
+
+def test_no_family_is_left_out(load):
+    assert {load(name).files.architecture for name in NAMES} == set(models.known())
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe", "gpt_oss", "mixtral_window", "qwen2_moe"])

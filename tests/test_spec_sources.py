@@ -103,7 +103,7 @@ def test_figures_of_windows_that_were_cut_short():
         draft = staticmethod(lambda count: [1] * count)
 
     speculator = Speculator([Right()], FixedPolicy(6), Half())
-    speculator.start(0)
+    speculator.start()
     for kept, picked in ((3, 3), (6, 2), (1, 1)):
         window = speculator.window(np.array([1, 1], np.int32), 9)
         window.ids = window.ids[:kept]

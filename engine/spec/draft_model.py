@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, NumericsError
 from ..sampler import Sampler, SamplingParams
 from .drafts import MAX_ROWS, DraftSource, Offer
 
@@ -39,20 +39,21 @@ class ModelSource(DraftSource):
         self._sampler = Sampler(engine.context, sampling)
         self._kv = engine.new_kv(self._capacity)
         self._ids = np.empty(self._capacity + MAX_ROWS, np.int32)  # what the draft model's cache holds
-        self._num_ids = self._num_text = 0
+        self._num_ids = 0
+        self._broken = False  # a value was not finite: no drafts of this text
         self._text: np.ndarray | None = None
         self.ms_per_draft = 0.0
 
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:
         """See DraftSource. Abstains past its own context, and on a text with ids that its model does not have."""
         count = min(limit, self._capacity - len(text))
-        if count < 1 or text.max() >= self._vocab_size:
+        if self._broken or count < 1 or text.max() >= self._vocab_size:
             return None
         self._text = text
         return Offer(count, 0, CHANCE)
 
     def draft(self, count: int) -> list[int]:
-        """Catch up with the text, then decode `count` tokens."""
+        """Catch up with the text, then decode `count` tokens. Fewer where a value is not finite."""
         from ..generate import prefill
 
         started = time.perf_counter()
@@ -61,15 +62,20 @@ class ModelSource(DraftSource):
         differ = np.nonzero(self._ids[:known] != text[:known])[0]
         known = int(differ[0]) if len(differ) else known
         history = np.concatenate([text, np.empty(count, np.int32)])
-        with engine.lock:
-            self._kv.truncate(known)
-            for i in range(count):
-                start = known if i == 0 else n + i - 1
-                logits = prefill(engine.model, self._kv, history[start : n + i], start)
-                history[n + i] = self._sampler.pick(logits[0, : self._vocab_size], history[: n + i], n + i)
+        made = 0
+        try:
+            with engine.lock:
+                known = self._kv.truncate(known)
+                while made < count:
+                    start, end = n + made - 1 if made else known, n + made
+                    logits = prefill(engine.model, self._kv, history[start:end], start)
+                    history[end] = self._sampler.pick(logits[0, : self._vocab_size], history[:end], end)
+                    made += 1
+        except NumericsError:
+            self._broken = True
         self._num_ids = n + count - 1
         self._ids[: self._num_ids] = history[: self._num_ids]
         spent = (time.perf_counter() - started) * 1e3 / count
         # The first call pays for the prompt, which says nothing about the next.
         self.ms_per_draft = 0.0 if known == 0 else 0.8 * (self.ms_per_draft or spent) + 0.2 * spent
-        return history[n:].tolist()
+        return history[n : n + made].tolist()

@@ -119,12 +119,10 @@ class Speculator:
     def __init__(self, sources: list[DraftSource], policy, cut: DraftCut | None = None):
         self.sources, self.policy, self.cut, self.stats = sources, policy, cut, SpecStats(policy, cut)
         self.stats.sources = {source.name: SourceStats() for source in sources}  # those never used count, too
-        self._experts_used = 0
         self._rest = 0  # rounds before sources are asked again
 
-    def start(self, experts_used: int, kv=None) -> None:
-        """The prefill is over; the model's running count of distinct experts stands here. kv: the text's cache."""
-        self._experts_used = experts_used
+    def start(self, kv=None) -> None:
+        """The prefill is over. kv: the text's cache."""
         if self.cut:
             self.cut.start()
         for source in self.sources:
@@ -161,15 +159,14 @@ class Speculator:
         return Window(np.array([text[-1], *drafts], np.int32), key, started, keep_rows, draft_s)
 
     def commit(self, window: Window, num_picked: int, experts_used: int = 0) -> None:
-        """The window emitted num_picked tokens: its accepted drafts and the model's own next one. experts_used: the
-        model's running count of distinct experts."""
+        """The window emitted num_picked tokens: its accepted drafts and the model's own next one. experts_used: of its
+        forward pass, distinct ones of each layer."""
         ms = (time.perf_counter() - window.started) * 1e3
         # A window that was cut short counts as one of the rows that were asked for: its time is what asking costs.
         rows, s = window.asked, self.stats
         if self.cut:
             self.cut.end(window.key, rows, len(window.ids), num_picked - 1, ms)
-        s.window_experts[rows] += experts_used - self._experts_used
-        self._experts_used = experts_used
+        s.window_experts[rows] += experts_used
         s.windows[rows] += 1
         s.window_ms[rows] += ms
         if rows == 1:
@@ -190,7 +187,7 @@ class _Plain:
 
     stats = None
 
-    def start(self, experts_used: int, kv=None) -> None:
+    def start(self, kv=None) -> None:
         """Nothing to count."""
 
     def window(self, text: np.ndarray, room: int) -> Window:
