@@ -12,11 +12,13 @@ class Acceptance:
     def __init__(self, chance: float):
         self._chance = chance  # of the first draft, before anything is counted
         self._hits, self._tries = [0.0] * MAX_ROWS, [0.0] * MAX_ROWS
+        self.windows = 0  # counted
         self.tokens = [1.0] * (MAX_ROWS + 1)  # index: rows of a window; value: tokens it emits on average
         self._expect()
 
     def update(self, num_drafts: int, num_accepted: int) -> None:
         # Positions that were not reached forget too: what is not tried drifts back to the belief below and is tried.
+        self.windows += 1
         self._hits, self._tries = [DECAY * h for h in self._hits], [DECAY * t for t in self._tries]
         for i in range(min(num_accepted + 1, num_drafts)):
             self._hits[i] += i < num_accepted
