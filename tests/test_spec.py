@@ -13,7 +13,6 @@ from cli_program import assert_error, run
 
 import engine
 from engine.commands.generate import describe_spec
-from engine.errors import ConfigError
 from engine.runtime import SHIPPED_MODEL
 from engine.sampler import SamplingParams
 from engine.spec import AutoPolicy, FixedPolicy, LookupSource, Speculator, make_speculator
@@ -115,37 +114,6 @@ def test_two_generations_of_one_engine_do_not_disturb_each_other(shipped, plain)
     for pieces in itertools.zip_longest(*running, fillvalue=""):
         texts = [a + b for a, b in zip(texts, pieces, strict=True)]
     assert texts == [plain(p, GREEDY, **options)[2] for p in prompts]
-
-
-# ---- sources -----------------------------------------------------------------------------------------------
-
-
-def lookup(tokens, count=4, min_match=3):
-    found = LookupSource(min_match)
-    text = np.array(tokens, np.int32)
-    offer = found.offer(text, count)
-    return offer and found.draft(offer.count)
-
-
-def test_lookup_copies_what_followed():
-    assert lookup([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]) == [4, 5, 6, 9]
-    assert lookup([1, 2, 3, 4, 9, 2, 3]) is None  # two tokens agree, three are needed
-    assert lookup([1, 2, 3]) is None and lookup([]) is None
-    assert lookup([7] * 5) == [7] * 4  # goes on with its own copy
-    assert lookup([1, 2, 1, 2, 1, 2], min_match=2) == [1, 2, 1, 2]
-    # The longest match wins over a later one, the later one among equals.
-    assert lookup([9, 1, 2, 3, 4, 0, 8, 1, 2, 3, 5, 0, 9, 1, 2, 3], count=1) == [4]
-    assert lookup([8, 1, 2, 3, 4, 0, 8, 1, 2, 3, 5, 0, 8, 1, 2, 3], count=1) == [5]
-
-
-def test_lookup_indexes_as_the_text_grows_like_all_at_once():
-    text = np.random.default_rng(3).integers(0, 4, 400).astype(np.int32)
-    growing = LookupSource()
-    for n in range(1, len(text)):
-        offer, fresh = growing.offer(text[:n], 5), LookupSource()
-        assert offer == fresh.offer(text[:n], 5)
-        if offer:
-            assert growing.draft(5) == fresh.draft(5)
 
 
 # ---- policy ------------------------------------------------------------------------------------------------
@@ -320,17 +288,6 @@ def test_command_line():
 )
 def test_refusals(options, text):
     assert_error(run("generate", "x", "-n", 1, *options), text)
-
-
-def test_a_draft_model_with_other_tokens_is_refused_with_the_first_difference(tmp_path):
-    import tiny_models
-
-    from converters.hf import convert
-
-    tiny_models.make_hf_dir(tmp_path / "hf", "mha_base")
-    convert(tmp_path / "hf", tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"token \d+ is .* there and .* in the model"):
-        engine.load(threads=1, draft_model=tmp_path / "other")
 
 
 def test_zero_and_one_are_plain_decode():

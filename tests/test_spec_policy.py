@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import spec_tools
-from test_spec import lookup, simulate
+from test_spec import simulate
 
-from engine.errors import ConfigError
 from engine.spec import AutoPolicy, FixedPolicy, Speculator
-from engine.spec.draft_model import check_same_tokens
 
 
 def flat(rows):
@@ -86,23 +84,6 @@ def test_the_first_source_that_is_taken_drafts():
     known = list(range(20))
     speculator = Speculator([spec_tools.OracleSource(known), spec_tools.RandomSource(100)], FixedPolicy(4))
     assert speculator.window(np.array(known[:5], np.int32), 9).ids.tolist() == [4, 5, 6, 7]
-
-
-def test_lookup_abstains_where_nothing_is_of_use():
-    assert lookup([1, 2, 3, 4, 5, 1, 2, 3], count=1) == [4]
-    assert lookup([1, 2, 3, 4, 5, 1, 2, 3], count=0) is None
-
-
-def test_token_tables_of_different_lengths_are_refused():
-    def tokens(*names):
-        return SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=len(names), token_bytes=names.__getitem__))
-
-    check_same_tokens(tokens(b"a", b"b"), tokens(b"a", b"b"))
-    for shorter, longer in ((b"ab", b"abc"), (b"abc", b"ab")):
-        with pytest.raises(ConfigError, match=f"it has {len(longer)} tokens, the model {len(shorter)}"):
-            check_same_tokens(tokens(*shorter), tokens(*longer))
-    with pytest.raises(ConfigError, match="token 1 is"):
-        check_same_tokens(tokens(b"a", b"b"), tokens(b"a", b"c"))
 
 
 def test_a_slow_start_is_not_the_yardstick_of_windows_that_miss():

@@ -1,15 +1,20 @@
 """A draft model's drafts are those of decoding it from the start, whatever it was asked before; who pays for them."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import spec_tools
+from cli_program import assert_error, run
 
 import engine
+from engine import runtime
+from engine.errors import ConfigError
 from engine.runtime import SHIPPED_MODEL
 from engine.sampler import SamplingParams
 from engine.spec import AutoPolicy, FixedPolicy, Speculator
-from engine.spec.draft_model import ModelSource
+from engine.spec.draft_model import ModelSource, check_same_tokens
 from engine.spec.drafts import DraftSource
 
 SAMPLERS = [SamplingParams(), SamplingParams(temperature=0.9, repeat_penalty=1.3, seed=4)]
@@ -38,6 +43,19 @@ def test_drafts_do_not_depend_on_what_was_drafted_before(loaded, sampling):
         assert list(expected.tokens()) == drafts
         kept = turn % (count + 1)
         text = [*text, *drafts[:kept], int(random.integers(0, 4096))] if turn != 7 else [*text[:12], 5, 6, 7]
+
+
+def test_a_text_that_goes_back_further_than_a_ring_remembers(tmp_path, monkeypatch):
+    """The draft model's cache then holds nothing that is of use, and says so."""
+    monkeypatch.setattr(runtime, "PREFILL_TOKENS", 8)
+    path = spec_tools.family(tmp_path, "gpt_oss")
+    loaded = engine.load(path, threads=1, draft_model=path)
+    source, text = model_source(loaded), np.random.default_rng(1).integers(3, 250, 150).astype(np.int32)
+    for length in (150, 60, 130):
+        ids = np.append(text[:length], np.int32(7))
+        source.offer(ids, 4)
+        drafts = source.draft(4)
+        assert drafts == list(loaded.draft.generate(ids, max_tokens=4, temperature=0, ignore_eos=True).tokens())
 
 
 def test_no_drafts_beyond_the_context_of_either_model(loaded):
@@ -132,3 +150,28 @@ def test_the_time_of_drafting_is_told_to_the_policy():
     speculator = Speculator([Slow()], Listening(3))
     speculator.commit(speculator.window(np.array([1, 1], np.int32), 9), 1)
     assert told[0][0] >= told[0][1] >= 2.0
+
+
+# ---- token tables ------------------------------------------------------------------------------------------
+
+
+def test_token_tables_that_differ_are_refused_with_the_first_difference():
+    def tokens(*names):
+        return SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=len(names), token_bytes=names.__getitem__))
+
+    check_same_tokens(tokens(b"a", b"b"), tokens(b"a", b"b"))
+    for shorter, longer in ((b"ab", b"abc"), (b"abc", b"ab")):
+        with pytest.raises(ConfigError, match=f"it has {len(longer)} tokens, the model {len(shorter)}"):
+            check_same_tokens(tokens(*shorter), tokens(*longer))
+    for theirs in ((b"a", b"x", b"c"), (b"a", b"x", b"y"), (b"a", b"x"), (b"a", b"x", b"c", b"d")):
+        with pytest.raises(ConfigError, match="token 1 is b'x' there and b'b' in the model"):
+            check_same_tokens(tokens(b"a", b"b", b"c"), tokens(*theirs))
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tiny_snapshot):
+    """The shipped model's token 0 is the end of text, the tiny models' is another."""
+    other = tiny_snapshot("mha_base")
+    with pytest.raises(ConfigError, match=r"token 0 is .*IP_ADDRESS.* there and .* in the model"):
+        engine.load(threads=1, draft_model=other)
+    done = run("generate", "x", "-n", 4, "--spec", 4, "--draft-model", other)
+    assert_error(done, "--draft-model: token 0 is", "both need the same tokens")
