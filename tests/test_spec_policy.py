@@ -107,3 +107,48 @@ def test_sources_are_not_asked_every_round_where_none_is_of_use():
         speculator.commit(speculator.window(text[:n], 50), 1)
     assert asked[:17] == list(range(1, 18)) and asked[17:] == list(range(21, 101, 4))
     assert speculator.stats.windows[1] == 100
+
+
+def test_the_budget_holds_whatever_is_believed():
+    """A source that is sure of itself in a new way every round, and always wrong: nothing can be learnt."""
+    policy, total, used = AutoPolicy(), 0.0, []
+    for turn in range(400):
+        used.append(policy.rows(("sure", turn), 7, 0.0, 0.99))
+        policy.use(used[-1])
+        ms = 0.4 + 0.6 * used[-1]
+        total += ms
+        if used[-1] == 1:
+            policy.record_plain(ms)
+        else:
+            policy.record(("sure", turn), used[-1], 0, ms, used[-1] - 1)
+    # Two steps to start with, a fiftieth of the time, and what the first window took beyond what was expected of it.
+    assert total - len(used) < 2 + 0.02 * total + 5.2 - (1 + 7 / 3)
+    assert used.count(1) < len(used)
+
+
+def test_windows_are_shorter_where_drafts_cost_something():
+    random, policy = np.random.default_rng(1).random(20000), AutoPolicy()
+    simulate(policy, lambda i: random[i % 20000] < 0.7, 600, flat)
+    key = ("test", 0)
+    assert policy.rows(key, 7, 0.0, 0.5) >= 5  # 2.8 tokens for 1.4 ms; a third is 0.65 ms a token, all eight are 0.54
+    assert 1 < policy.rows(key, 7, 0.35, 0.5) <= 3  # three: 2.2 tokens for 1.9 ms; five: 2.8 tokens for 2.8 ms
+
+
+def test_a_draft_that_was_right_is_followed_up_at_once():
+    """Long without hits, a window is tried now and then; where it was right, the next is not 32 rounds away."""
+    policy = AutoPolicy()
+    simulate(policy, lambda i: False, 1000, flat)
+    _, _, used = simulate(policy, lambda i: True, 200, flat)
+    first = next(i for i, rows in enumerate(used) if rows > 1)
+    assert first < 70 and min(used[first : first + 10]) > 1
+
+
+def test_one_slow_window_does_not_rule_out_its_length():
+    policy, key = AutoPolicy(), ("any", 0)
+    for _ in range(20):
+        policy.record_plain(1.0)
+        policy.rows(key, 4, 0.0, 0.9)
+        policy.record(key, 5, 4, flat(5), 4)
+    assert policy.rows(key, 7, 0.0, 0.9) == 8
+    policy.record(key, 8, 7, 2.2, 7)
+    assert policy.rows(key, 7, 0.0, 0.9) == 8
