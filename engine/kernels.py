@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._native import ffi
-from ._native import lib as _compiled
+from ._native import ffi, lib
 from .errors import FormatError, KernelError
 
 __all__ = [
@@ -28,34 +27,13 @@ __all__ = [
 ]
 
 
-class Native:
-    """Functions and constants of the compiled library. While somebody observes, every call goes through them; when
-    nobody does, the attributes are the compiled functions themselves."""
-
-    def __init__(self):
-        vars(self).update({name: getattr(_compiled, name) for name in dir(_compiled)})
-
-    def observe(self, wrap) -> None:
-        """Replace each function by wrap(name, function)."""
-        for name, value in self._functions():
-            setattr(self, name, wrap(name, value))
-
-    def stop_observing(self) -> None:
-        vars(self).update(self._functions())
-
-    @staticmethod
-    def _functions():
-        found = ((name, getattr(_compiled, name)) for name in dir(_compiled))
-        return [(name, value) for name, value in found if callable(value)]
-
-
-lib = Native()
 _STATUS = {
     lib.MOE_BAD_ARGUMENT: "an argument is out of range",
     lib.MOE_NO_MEMORY: "out of memory",
     lib.MOE_NO_KERNEL: "no kernel for this layout",
     lib.MOE_NONFINITE: "a value is not finite",
     lib.MOE_NO_THREAD: "a thread could not be started",
+    lib.MOE_IN_USE: "it is in use",
 }
 _KINDS = {"f16": 0, "bf16": 1}
 ALIGNMENT_BYTES = 64

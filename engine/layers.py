@@ -34,18 +34,18 @@ class Vector:
 class Linear:
     """Several matrices [out_m, in] applied to the same input in one call (q, k and v; or a single one)."""
 
-    __slots__ = ("_w", "_y", "matrices")
+    __slots__ = ("_y", "matrices", "w")
 
     def __init__(self, *matrices: Matrix):
         self.matrices = matrices
-        self._w = ffi.new("struct moe_matrix *[]", [m.cdata for m in matrices])
+        self.w = ffi.new("struct moe_matrix *[]", [m.cdata for m in matrices])
         self._y = ffi.new("float *[]", len(matrices))
 
     def __call__(self, layers: "Layers", x: Buffer, outputs: tuple[Buffer, ...], num_tokens: int, add: bool = False):
         """outputs[m] [T, out_m] = x [T, in] W_m^T, added to what they hold when add."""
         for i, out in enumerate(outputs):
             self._y[i] = out.ptr
-        check(lib.moe_linear(layers.ctx, self._w, self._y, len(outputs), x.ptr, num_tokens, add), "linear")
+        check(lib.moe_linear(layers.ctx, self.w, self._y, len(outputs), x.ptr, num_tokens, add), "linear")
 
 
 class Layers:

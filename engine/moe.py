@@ -125,7 +125,7 @@ class MoeBlock:
         for observe in self.observers:
             observe(b.ids.array[:num_tokens], b.weights.array[:num_tokens])
         plan = (b.expert_ids.ptr, b.offsets.ptr, b.assignments.ptr)
-        num_used = check(lib.moe_route_plan(*plan, b.ids.ptr, num_tokens, top, self.num_experts), "route plan")
+        num_used = check(lib.moe_route_plan(ctx, *plan, b.ids.ptr, num_tokens, top, self.num_experts), "route plan")
         layers.experts_used += num_used
         self.experts.run(layers, self.name, b, plan, num_used, x, num_tokens, top)
         self._check(lib.moe_experts_combine(ctx, y.ptr, b.out.ptr, b.weights.ptr, num_tokens, top, x.width), "output")

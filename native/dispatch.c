@@ -101,6 +101,7 @@ void moe_ctx_destroy(struct moe_ctx *ctx) {
     if (!ctx) return;
     moe_pool_destroy(ctx->pool);
     free(ctx->scratch);
+    moe_free_call_log(ctx->log);
     free(ctx);
 }
 

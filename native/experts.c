@@ -122,12 +122,8 @@ int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *lo
 }
 
 /* Counting sort, stable: assignments of one expert stay in ascending order. */
-int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int num_tokens,
-                   int num_experts_per_tok, int num_experts) {
-    if (!expert_ids || !offsets || !assignments || !ids) return MOE_BAD_ARGUMENT;
-    if (num_tokens < 0 || num_experts_per_tok < 1 || num_experts < 1) return MOE_BAD_ARGUMENT;
-    int64_t n = (int64_t)num_tokens * num_experts_per_tok;
-    if (n > INT32_MAX) return MOE_BAD_ARGUMENT;
+static int route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int64_t n,
+                      int num_experts) {
     for (int64_t a = 0; a < n; a++)
         if (ids[a] < 0 || ids[a] >= num_experts) return MOE_BAD_ARGUMENT;
     int32_t *next = calloc((size_t)num_experts, sizeof *next); /* first the count, then the next free place */
@@ -147,6 +143,16 @@ int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, 
     for (int64_t a = 0; a < n; a++) assignments[next[ids[a]]++] = (int32_t)a;
     free(next);
     return distinct;
+}
+
+int moe_route_plan(struct moe_ctx *ctx, int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids,
+                   int num_tokens, int num_experts_per_tok, int num_experts) {
+    if (!ctx || !expert_ids || !offsets || !assignments || !ids) return MOE_BAD_ARGUMENT;
+    if (num_tokens < 0 || num_experts_per_tok < 1 || num_experts < 1) return MOE_BAD_ARGUMENT;
+    int64_t n = (int64_t)num_tokens * num_experts_per_tok;
+    if (n > INT32_MAX) return MOE_BAD_ARGUMENT;
+    uint32_t saved = moe_enter(ctx);
+    return moe_leave(ctx, saved, route_plan(expert_ids, offsets, assignments, ids, n, num_experts));
 }
 
 /* ---- experts ---- */
@@ -330,8 +336,7 @@ static void run_window(struct experts_job *j) {
     }
     int64_t started = moe_time_begin(j->ctx);
     moe_parallel(j->ctx, tasks, gate_up_task, j);
-    moe_time_end(j->ctx, MOE_TIME_GATE_UP, started);
-    started = moe_time_begin(j->ctx);
+    started = moe_time_end(j->ctx, MOE_TIME_GATE_UP, started);
     moe_parallel(j->ctx, down_tasks, down_task, j);
     moe_time_end(j->ctx, MOE_TIME_DOWN, started);
 }
@@ -455,7 +460,8 @@ int moe_experts(struct moe_ctx *ctx, float *out, const struct moe_expert *const 
                               .num_experts_per_tok = num_experts_per_tok};
     if (!check_call(&call, ctx, num_experts_per_tok, &job.hidden_size, &job.act_h_stride)) return MOE_BAD_ARGUMENT;
     if (!num_experts || offsets[num_experts] == offsets[0]) return MOE_OK;
-    uint32_t saved = moe_enter(ctx);
+    uint32_t saved = moe_enter_for(ctx, table);
+    moe_note_experts(ctx, expert_ids, offsets, num_experts);
     return moe_leave(ctx, saved, run_experts(&job, &call));
 }
 

@@ -80,6 +80,7 @@ struct moe_attention_ops {
 };
 
 struct moe_pool;
+struct moe_call_log;
 struct moe_ctx {
     int tier;                              /* index in the tier list */
     const struct moe_vector_ops *vec;
@@ -89,6 +90,7 @@ struct moe_ctx {
     const struct moe_layout *float_rows;   /* rows_f32 under MOE_ARITH_FLOAT, NULL under MOE_ARITH_CANONICAL */
     void *scratch;                         /* grow-only, 64-byte aligned, used by one call at a time */
     size_t scratch_bytes;
+    struct moe_call_log *log;              /* NULL: calls are not recorded */
 };
 
 /* ---- threadpool.c ---- */
@@ -99,16 +101,40 @@ void moe_pool_destroy(struct moe_pool *pool);
 /* fn(arg, task, worker) for every task in 0 .. num_tasks-1, in any order, worker < num_threads; returns when all are
  * done. Runs on the caller alone when num_tasks is 1 or the pool has one thread. */
 void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg);
-/* ns of the calling thread between the two are added to a part (enum moe_time) while timing is on. */
-int64_t moe_time_begin(const struct moe_ctx *ctx);
-void moe_time_end(struct moe_ctx *ctx, int part, int64_t started);
 /* Scratch of at least that many bytes, contents undefined; NULL when memory is short. */
 void *moe_scratch(struct moe_ctx *ctx, size_t bytes);
 /* Round to nearest with subnormals on, for threads that are not the pool's. */
 void moe_float_defaults(void);
-/* Bracket of every public call: takes the context's lock, sets round-to-nearest with subnormals on, and restores. */
-uint32_t moe_enter(struct moe_ctx *ctx);
+/* Bracket of every public call: takes the context's lock, sets round-to-nearest with subnormals on, and restores. Records
+ * the call where that is wanted; `subject` is what says whose it is (struct moe_call). */
+#define moe_enter(ctx) moe_enter_call(ctx, __func__, 0)
+#define moe_enter_for(ctx, subject) moe_enter_call(ctx, __func__, subject)
+uint32_t moe_enter_call(struct moe_ctx *ctx, const char *function, const void *subject);
 int moe_leave(struct moe_ctx *ctx, uint32_t saved, int status);
+/* The lock alone, for what is no call of its own. */
+void moe_lock(struct moe_ctx *ctx);
+void moe_unlock(struct moe_ctx *ctx);
+/* Whether the time that tasks take is added up by thread; under the lock. */
+void moe_time_tasks(struct moe_pool *pool, int on);
+
+/* ---- calls.c ---- */
+struct moe_call;
+struct moe_calls;
+int64_t moe_now_ns(void);
+/* A new log at *log, or none any more; a status: MOE_IN_USE when there is one already. */
+int moe_switch_log(struct moe_call_log **log, int on);
+void moe_free_call_log(struct moe_call_log *log);
+void moe_take_log(struct moe_call_log *log, struct moe_calls *taken);
+void moe_add_call(struct moe_call_log *log, const struct moe_call *call);
+/* A context's call from its beginning to its end. */
+void moe_begin_call(struct moe_call_log *log, const char *function, const void *subject);
+int64_t moe_end_call(struct moe_call_log *log); /* the ns it took */
+/* ns of the calling thread between the two are added to a part (enum moe_time) of the call, where it is recorded. The
+ * second returns when that was, so that another part can begin. */
+int64_t moe_time_begin(const struct moe_ctx *ctx);
+int64_t moe_time_end(struct moe_ctx *ctx, int part, int64_t started);
+/* Experts of the call, once in it: ids [n], offsets [n + 1] of their tokens. */
+void moe_note_experts(struct moe_ctx *ctx, const int32_t *expert_ids, const int32_t *offsets, int num_experts);
 
 static inline int moe_same_name(const char *a, const char *b) {
     while (*a && *a == *b) a++, b++;

@@ -57,7 +57,7 @@ int moe_linear_heads(struct moe_ctx *ctx, const struct moe_matrix *w, float *y, 
     job.form = moe_form(ctx, w);
     job.act_bytes = job.form == MOE_ACT_F32 ? 0 : moe_activation_bytes(job.form, w->cols);
     job.worker_bytes = MOE_MAX_TOKENS * job.act_bytes + moe_span_bytes(ctx, w);
-    uint32_t saved = moe_enter(ctx);
+    uint32_t saved = moe_enter_for(ctx, w);
     job.act = moe_scratch(ctx, (size_t)ctx->num_threads * job.worker_bytes + 64);
     if (!job.act) return moe_leave(ctx, saved, MOE_NO_MEMORY);
     moe_parallel(ctx, num_heads, head_task, &job);

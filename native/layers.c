@@ -42,7 +42,7 @@ static void rmsnorm_rows(const struct row_job *j, int64_t first, int64_t last) {
 int moe_rmsnorm(struct moe_ctx *ctx, float *y, const float *x, const float *weight, int64_t num_rows, int width,
                 float eps) {
     if (!ctx || !y || !x || !weight || num_rows < 0 || width < 1) return MOE_BAD_ARGUMENT;
-    uint32_t saved = moe_enter(ctx);
+    uint32_t saved = moe_enter_for(ctx, weight);
     struct row_job job = {.run = rmsnorm_rows, .rows = num_rows, .width = width, .y = y, .x = x, .other = weight,
                           .number = eps};
     run_rows(ctx, &job);
@@ -56,7 +56,7 @@ static void rmsnorm_part_rows(const struct row_job *j, int64_t first, int64_t la
 int moe_rmsnorm_part(struct moe_ctx *ctx, float *x, const float *weight, int64_t num_rows, int width, int64_t stride,
                      float eps) {
     if (!ctx || !x || !weight || num_rows < 0 || width < 1 || stride < width) return MOE_BAD_ARGUMENT;
-    uint32_t saved = moe_enter(ctx);
+    uint32_t saved = moe_enter_for(ctx, weight);
     struct row_job job = {.run = rmsnorm_part_rows, .rows = num_rows, .width = width, .stride = stride, .y = x,
                           .other = weight, .number = eps};
     run_rows(ctx, &job);

@@ -219,9 +219,9 @@ static void quantize_groups(void *arg, int64_t first, int64_t last) {
 }
 
 /* `count` units from unit `first` on: groups, or rows where those stand alone. */
-static int quantize_units(struct moe_ctx *ctx, void *out, const struct moe_format *f, const float *x, int64_t rows,
-                          int cols, int64_t first, int64_t count) {
-    uint32_t saved = moe_enter(ctx);
+static int quantize_units(struct moe_ctx *ctx, const char *function, void *out, const struct moe_format *f,
+                          const float *x, int64_t rows, int cols, int64_t first, int64_t count) {
+    uint32_t saved = moe_enter_call(ctx, function, 0);
     struct quantize_job job = {.vec = ctx->vec, .format = f, .out = out, .x = x, .row_bytes = moe_row_bytes(f, cols),
                                .rows = rows, .cols = cols, .first_group = first};
     if (f->group_rows) parallel_spans(ctx, count, 1, quantize_groups, &job);
@@ -234,7 +234,7 @@ int moe_quantize(struct moe_ctx *ctx, void *out, const char *format, const float
     if (!ctx || !out || !format || !x || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
     if (!f || !(f->group_rows ? f->quantize_group != 0 : f->quantize_row != 0)) return MOE_NO_KERNEL;
     if (!storage_ok(f, rows, cols)) return MOE_BAD_ARGUMENT;
-    return quantize_units(ctx, out, f, x, rows, cols, 0, f->group_rows ? rows / f->group_rows : rows);
+    return quantize_units(ctx, __func__, out, f, x, rows, cols, 0, f->group_rows ? rows / f->group_rows : rows);
 }
 
 int moe_quantize_groups(struct moe_ctx *ctx, void *out, const char *format, const float *x, int64_t rows, int cols,
@@ -243,7 +243,7 @@ int moe_quantize_groups(struct moe_ctx *ctx, void *out, const char *format, cons
     if (!ctx || !out || !format || !x || rows < 0 || cols < 1) return MOE_BAD_ARGUMENT;
     if (!f || !f->group_rows || !f->quantize_group) return MOE_NO_KERNEL;
     if (!storage_ok(f, rows, cols) || first < 0 || first > last || last > rows / f->group_rows) return MOE_BAD_ARGUMENT;
-    return quantize_units(ctx, out, f, x, rows, cols, first, last - first);
+    return quantize_units(ctx, __func__, out, f, x, rows, cols, first, last - first);
 }
 
 struct check_job {
@@ -297,19 +297,19 @@ static void narrow(void *arg, int64_t first, int64_t last) {
     (j->kind ? j->vec->f32_to_bf16 : j->vec->f32_to_f16)((uint16_t *)j->out + first, (const float *)j->in + first,
                                                          last - first);
 }
-static int convert(struct moe_ctx *ctx, void *out, const void *in, int64_t n, int kind,
+static int convert(struct moe_ctx *ctx, const char *function, void *out, const void *in, int64_t n, int kind,
                    void (*run)(void *, int64_t, int64_t)) {
     if (!ctx || !out || !in || n < 0 || (kind != 0 && kind != 1)) return MOE_BAD_ARGUMENT;
-    uint32_t saved = moe_enter(ctx);
+    uint32_t saved = moe_enter_call(ctx, function, 0);
     struct convert_job job = {ctx->vec, out, in, kind};
     parallel_spans(ctx, n, TASK_ELEMENTS, run, &job);
     return moe_leave(ctx, saved, MOE_OK);
 }
 int moe_to_f32(struct moe_ctx *ctx, float *out, const void *in, int64_t n, int kind) {
-    return convert(ctx, out, in, n, kind, widen);
+    return convert(ctx, __func__, out, in, n, kind, widen);
 }
 int moe_from_f32(struct moe_ctx *ctx, void *out, const float *in, int64_t n, int kind) {
-    return convert(ctx, out, in, n, kind, narrow);
+    return convert(ctx, __func__, out, in, n, kind, narrow);
 }
 
 /* ---- activations ---- */
@@ -489,7 +489,7 @@ int moe_linear(struct moe_ctx *ctx, const struct moe_matrix *const *w, float *co
     for (int m = 0; m < num_matrices; m++)
         if (!y[m] || !moe_matrix_ok(w[m]) || w[m]->cols != w[0]->cols) return MOE_BAD_ARGUMENT;
     if (!num_matrices || !num_tokens) return MOE_OK;
-    uint32_t saved = moe_enter(ctx);
+    uint32_t saved = moe_enter_for(ctx, w);
     return moe_leave(ctx, saved, run_linear(ctx, w, y, num_matrices, x, num_tokens, add));
 }
 
@@ -531,7 +531,7 @@ int moe_embed(struct moe_ctx *ctx, float *y, const struct moe_matrix *w, const i
     struct embed_job job = {.y = y, .w = w, .exact = scalar_layout(w->layout->name), .ids = ids,
                             .num_tokens = num_tokens, .tokens_per_task = TASK_ELEMENTS / w->cols + 1};
     if (!job.exact || !job.exact->dequantize_row) return MOE_NO_KERNEL;
-    uint32_t saved = moe_enter(ctx);
+    uint32_t saved = moe_enter_for(ctx, w);
     if (w->storage) {
         job.strip_bytes = moe_round64(w->layout->strip_bytes(w->cols));
         job.spans = moe_scratch(ctx, (size_t)ctx->num_threads * job.strip_bytes);

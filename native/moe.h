@@ -113,19 +113,40 @@ int moe_ctx_set_arith(struct moe_ctx *ctx, int arith);
 const struct moe_layout *moe_select_layout(const struct moe_ctx *ctx, const char *name, const char **error);
 const struct moe_format *moe_select_format(const struct moe_ctx *ctx, const char *name, const char **error);
 
-/* ---- timing (threadpool.c) ---- */
+/* ---- recorded calls (calls.c) ---- */
 enum moe_time { /* parts of calls, as the caller waits for them */
     MOE_TIME_QUANTIZE = 0, /* activations into their integer forms, in every product */
     MOE_TIME_GATE_UP = 1,  /* experts' gate and up with what lies between them and down */
     MOE_TIME_DOWN = 2,
     MOE_NUM_TIMES = 3
 };
-/* Read the totals in ns since the context was made (part_ns [MOE_NUM_TIMES], busy_ns [num_threads] of running tasks;
- * each may be NULL), then switch timing on or off. Off is how a context starts, and costs nothing that can be
- * measured. */
-void moe_timing(struct moe_ctx *ctx, int on, int64_t *part_ns, int64_t *busy_ns);
-/* Where the totals of the parts are kept, [MOE_NUM_TIMES]: may be read between calls for as long as the context lives. */
-const int64_t *moe_part_times(const struct moe_ctx *ctx);
+/* One call of a function that takes a context, or of one that asks a streamer for something. */
+struct moe_call {
+    const char *function;           /* its name, at the same address in every call */
+    const void *subject;            /* what it worked with, which says whose it is: the weights of a norm, w of products
+                                     * and of moe_embed, table of moe_experts; else NULL */
+    int64_t start_ns, end_ns;       /* CLOCK_MONOTONIC */
+    int64_t part_ns[MOE_NUM_TIMES]; /* within it */
+    int64_t num_experts;            /* of moe_experts: that many entries of `experts` below are its own */
+};
+struct moe_expert_use { /* an expert of a call of moe_experts */
+    int32_t expert;
+    int32_t num_tokens;
+};
+struct moe_calls {
+    const struct moe_call *calls;         /* [num_calls], in the order in which they ended */
+    const struct moe_expert_use *experts; /* [num_experts], call by call */
+    int64_t num_calls, num_experts;
+    int64_t lost;                         /* for want of memory */
+};
+/* Begin to record the calls of a context, and the time of its tasks; or end it and forget what was not taken. Off is how
+ * a context starts; then a call looks at one pointer more. MOE_IN_USE: somebody records already. */
+int moe_record(struct moe_ctx *ctx, int on);
+/* What was recorded since the last time. It may be looked at until the next one, or until recording ends. */
+void moe_take_calls(struct moe_ctx *ctx, struct moe_calls *taken);
+/* busy_ns [num_threads]: ns in which each thread computed while calls were recorded; the first is the callers', in calls
+ * and not waiting for the others. */
+void moe_busy_times(struct moe_ctx *ctx, int64_t *busy_ns);
 
 /* ---- weights (linear.c) ---- */
 size_t moe_matrix_bytes(const struct moe_layout *layout, int rows, int cols);
@@ -202,8 +223,8 @@ int moe_route(struct moe_ctx *ctx, int32_t *ids, float *weights, const float *lo
               int num_experts_per_tok, const struct moe_router_rule *rule);
 /* Group assignments t * A + rank by expert: expert_ids ascending, assignments of expert i at offsets[i] ..
  * offsets[i+1]. Returns the number of distinct experts or a status. Arrays hold min(E, T*A), that + 1, T*A entries. */
-int moe_route_plan(int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids, int num_tokens,
-                   int num_experts_per_tok, int num_experts);
+int moe_route_plan(struct moe_ctx *ctx, int32_t *expert_ids, int32_t *offsets, int32_t *assignments, const int32_t *ids,
+                   int num_tokens, int num_experts_per_tok, int num_experts);
 /* out[a] [H] = down(activation(gate x_t, up x_t)) for every assignment a of the listed experts; t = a / A; table is
  * indexed by expert id. Other rows of out [T*A, H] stay untouched, so experts can be run as they arrive. */
 int moe_experts(struct moe_ctx *ctx, float *out, const struct moe_expert *const *table, const int32_t *expert_ids,
@@ -286,6 +307,9 @@ int moe_streamer_poll_speculative(struct moe_streamer *s, struct moe_stream_even
  * over, call again. */
 int moe_streamer_reset(struct moe_streamer *s, int64_t *keys, int timeout_ms);
 void moe_streamer_stats(struct moe_streamer *s, struct moe_stream_stats *stats);
+/* As for a context; recorded are request, promote, drop_speculative, use, next and poll_speculative. */
+int moe_streamer_record(struct moe_streamer *s, int on);
+void moe_streamer_take_calls(struct moe_streamer *s, struct moe_calls *taken);
 /* mlock: 0 or errno. */
 int moe_lock_memory(const void *data, size_t nbytes);
 void moe_streamer_set_fault(struct moe_streamer *s, const struct moe_stream_fault *fault);

@@ -78,15 +78,10 @@ struct moe_streamer {
     struct moe_stream_fault fault;
     atomic_int faulty;
     uint64_t fault_state;
+    struct moe_call_log *log;          /* NULL: calls are not recorded */
     pid_t owner;
     pthread_t *readers;
 };
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 /* ---- lists of slots ---- */
 static void append(struct moe_streamer *s, enum list_name list, int slot) {
@@ -238,7 +233,7 @@ static int claim(struct moe_streamer *s, struct chunk *c) {
     x->chunks++;
     x->chunks_of[c->piece]++;
     s->wanted_chunks += !x->speculative;
-    if (!s->chunks++) s->busy_since = now_ns();
+    if (!s->chunks++) s->busy_since = moe_now_ns();
     return 1;
 }
 
@@ -269,7 +264,7 @@ static void finish_request(struct moe_streamer *s, int slot) {
 
 static void finish_chunk(struct moe_streamer *s, const struct chunk *c, int error, int64_t started) {
     struct slot *x = &s->slots[c->slot];
-    int64_t now = now_ns();
+    int64_t now = moe_now_ns();
     s->stats.service_ns += now - started;
     s->stats.calls++;
     s->stats.bytes += error ? 0 : c->last - c->first;
@@ -292,7 +287,7 @@ static void finish_chunk(struct moe_streamer *s, const struct chunk *c, int erro
         recode(s, c->slot, c->piece, from);
         pthread_mutex_lock(&s->lock);
         x->recoding--;
-        s->stats.recode_ns += now_ns() - now;
+        s->stats.recode_ns += moe_now_ns() - now;
     }
     if (!x->chunks && !x->recoding && x->piece == s->experts[x->key].num_pieces) finish_request(s, c->slot);
     if (!s->wanted_chunks && s->heads[SPECULATIVE] != NONE) pthread_cond_broadcast(&s->work);
@@ -309,7 +304,7 @@ static void *reader_main(void *arg) {
             continue;
         }
         pthread_mutex_unlock(&s->lock);
-        int64_t started = now_ns();
+        int64_t started = moe_now_ns();
         int error = fetch(s, &c);
         pthread_mutex_lock(&s->lock);
         finish_chunk(s, &c, error, started);
@@ -409,6 +404,7 @@ void moe_streamer_destroy(struct moe_streamer *s) {
     free(s->slots);
     free(s->free_staging);
     free(s->readers);
+    moe_free_call_log(s->log);
     free(s);
 }
 
@@ -430,6 +426,37 @@ void moe_streamer_set_fault(struct moe_streamer *s, const struct moe_stream_faul
     s->fault = *fault;
     s->fault_state = fault->seed;
     atomic_store(&s->faulty, 1);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* ---- recorded calls ---- */
+/* Bracket of the calls that are recorded: takes the lock. What a caller waits for it is not in the call. */
+static int64_t begin_call(struct moe_streamer *s) {
+    pthread_mutex_lock(&s->lock);
+    return s->log ? moe_now_ns() : 0;
+}
+
+static void end_call(struct moe_streamer *s, const char *function, int64_t started) {
+    if (s->log && started)
+        moe_add_call(s->log, &(struct moe_call){.function = function, .start_ns = started, .end_ns = moe_now_ns()});
+    pthread_mutex_unlock(&s->lock);
+}
+
+int moe_streamer_record(struct moe_streamer *s, int on) {
+    if (s->owner != getpid()) return MOE_NO_THREAD;
+    pthread_mutex_lock(&s->lock);
+    int status = moe_switch_log(&s->log, on);
+    pthread_mutex_unlock(&s->lock);
+    return status;
+}
+
+void moe_streamer_take_calls(struct moe_streamer *s, struct moe_calls *taken) {
+    if (s->owner != getpid()) {
+        *taken = (struct moe_calls){0};
+        return;
+    }
+    pthread_mutex_lock(&s->lock);
+    moe_take_log(s->log, taken);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -463,7 +490,7 @@ int moe_streamer_request(struct moe_streamer *s, const int64_t *keys, const int3
     if (!s || count < 0) return MOE_BAD_ARGUMENT;
     if (s->owner != getpid()) return MOE_NO_THREAD;
     int status = MOE_OK;
-    pthread_mutex_lock(&s->lock);
+    int64_t begun = begin_call(s);
     for (int i = 0; i < count && !status; i++) {
         if (!request_ok(s, keys[i], slots[i])) status = MOE_BAD_ARGUMENT;
         else if (s->slots[slots[i]].uses || (s->slots[slots[i]].state != FREE && s->slots[slots[i]].state != RESIDENT) ||
@@ -483,14 +510,14 @@ int moe_streamer_request(struct moe_streamer *s, const int64_t *keys, const int3
         s->wanted_left += !speculative;
     }
     pthread_cond_broadcast(&s->work);
-    pthread_mutex_unlock(&s->lock);
+    end_call(s, __func__, begun);
     return status;
 }
 
 int moe_streamer_promote(struct moe_streamer *s, int slot) {
     if (!s || slot < 0 || slot >= s->num_slots) return MOE_BAD_ARGUMENT;
     struct slot *x = &s->slots[slot];
-    pthread_mutex_lock(&s->lock);
+    int64_t begun = begin_call(s);
     int found = x->speculative && (x->state == RESERVED || x->state == READING || x->list == SPECULATIVE_DONE);
     if (found) {
         x->speculative = 0;
@@ -503,13 +530,13 @@ int moe_streamer_promote(struct moe_streamer *s, int slot) {
         if (queued == SPECULATIVE_DONE) append(s, WANTED_DONE, slot);
         pthread_cond_broadcast(&s->work);
     }
-    pthread_mutex_unlock(&s->lock);
+    end_call(s, __func__, begun);
     return found ? MOE_OK : MOE_BAD_ARGUMENT;
 }
 
 int moe_streamer_drop_speculative(struct moe_streamer *s) {
     int dropped = 0;
-    pthread_mutex_lock(&s->lock);
+    int64_t begun = begin_call(s);
     for (int slot = s->heads[SPECULATIVE], next; slot != NONE; slot = next) {
         struct slot *x = &s->slots[slot];
         next = x->next;
@@ -520,20 +547,20 @@ int moe_streamer_drop_speculative(struct moe_streamer *s) {
         append(s, SPECULATIVE_DONE, slot);
         dropped++;
     }
-    pthread_mutex_unlock(&s->lock);
+    end_call(s, __func__, begun);
     return dropped;
 }
 
 int moe_streamer_use(struct moe_streamer *s, const int32_t *slots, int count, int change) {
     int status = MOE_OK;
-    pthread_mutex_lock(&s->lock);
+    int64_t begun = begin_call(s);
     for (int i = 0; i < count; i++) {
         if (slots[i] < 0 || slots[i] >= s->num_slots || s->slots[slots[i]].state != RESIDENT ||
             s->slots[slots[i]].uses + change < 0)
             status = MOE_BAD_ARGUMENT;
         else s->slots[slots[i]].uses += change;
     }
-    pthread_mutex_unlock(&s->lock);
+    end_call(s, __func__, begun);
     return status;
 }
 
@@ -555,23 +582,23 @@ static int pop_events(struct moe_streamer *s, enum list_name list, struct moe_st
 int moe_streamer_next(struct moe_streamer *s, struct moe_stream_event *events, int max_events, int timeout_ms) {
     if (!s || !events || max_events < 1) return MOE_BAD_ARGUMENT;
     if (s->owner != getpid()) return MOE_NO_THREAD;
-    pthread_mutex_lock(&s->lock);
+    int64_t begun = begin_call(s);
     if (s->heads[WANTED_DONE] == NONE && s->wanted_left && timeout_ms > 0) {
-        int64_t started = now_ns(), until = started + (int64_t)timeout_ms * 1000000;
+        int64_t started = moe_now_ns(), until = started + (int64_t)timeout_ms * 1000000;
         struct timespec end = {until / 1000000000, until % 1000000000};
         while (s->heads[WANTED_DONE] == NONE)
             if (pthread_cond_timedwait(&s->done, &s->lock, &end)) break;
-        s->stats.wait_ns += now_ns() - started;
+        s->stats.wait_ns += moe_now_ns() - started;
     }
     int count = pop_events(s, WANTED_DONE, events, max_events);
-    pthread_mutex_unlock(&s->lock);
+    end_call(s, __func__, begun);
     return count;
 }
 
 int moe_streamer_poll_speculative(struct moe_streamer *s, struct moe_stream_event *events, int max_events) {
-    pthread_mutex_lock(&s->lock);
+    int64_t begun = begin_call(s);
     int count = pop_events(s, SPECULATIVE_DONE, events, max_events);
-    pthread_mutex_unlock(&s->lock);
+    end_call(s, __func__, begun);
     return count;
 }
 
@@ -595,7 +622,7 @@ static void drop_queued(struct moe_streamer *s, enum list_name list) {
 int moe_streamer_reset(struct moe_streamer *s, int64_t *keys, int timeout_ms) {
     if (!s || !keys) return MOE_BAD_ARGUMENT;
     if (s->owner != getpid()) return MOE_NO_THREAD;
-    int64_t until = now_ns() + (int64_t)timeout_ms * 1000000;
+    int64_t until = moe_now_ns() + (int64_t)timeout_ms * 1000000;
     struct timespec end = {until / 1000000000, until % 1000000000};
     pthread_mutex_lock(&s->lock);
     drop_queued(s, WANTED);

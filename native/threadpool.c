@@ -15,7 +15,6 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -34,7 +33,7 @@ struct worker {
 };
 
 struct busy { /* one thread writes it; a cache line each */
-    _Alignas(64) int64_t ns;
+    _Alignas(64) _Atomic int64_t ns;
 };
 
 struct moe_pool {
@@ -54,7 +53,7 @@ struct moe_pool {
     int num_threads;
     int num_started; /* workers, without the caller */
     int timing;      /* changed between batches only */
-    int64_t part_ns[MOE_NUM_TIMES];
+    int64_t waited_ns; /* of the call that runs: its caller, for workers */
     struct busy *busy; /* [num_threads] */
     pid_t owner;
     struct worker *workers;
@@ -87,25 +86,23 @@ static void relax(void) {
 #endif
 }
 
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
 /* 1 as soon as (*value != 0) == wanted, 0 when the spin budget is over. */
 static int spin_until(atomic_int *value, int wanted) {
-    int64_t end = now_ns() + SPIN_NS;
+    int64_t end = moe_now_ns() + SPIN_NS;
     do {
         for (int i = 0; i < SPIN_CHECK; i++) {
             if ((atomic_load_explicit(value, memory_order_acquire) != 0) == wanted) return 1;
             relax();
         }
-    } while (now_ns() < end);
+    } while (moe_now_ns() < end);
     return 0;
 }
 
 static int in_child(const struct moe_pool *pool) { return pool->owner != getpid(); }
+
+static void add_busy(struct busy *busy, int64_t ns) {
+    atomic_store_explicit(&busy->ns, atomic_load_explicit(&busy->ns, memory_order_relaxed) + ns, memory_order_relaxed);
+}
 
 /* Claim and run tasks until none is left, then report them all at once. */
 static void run_tasks(struct moe_pool *pool, int worker) {
@@ -113,13 +110,14 @@ static void run_tasks(struct moe_pool *pool, int worker) {
     int64_t started = 0;
     while (left > 0) {
         if (!atomic_compare_exchange_weak(&pool->unclaimed, &left, left - 1)) continue;
-        if (!done && pool->timing) started = now_ns(); /* a task is held, so the batch's fields are ours to read */
+        if (!done && worker && pool->timing) started = moe_now_ns(); /* holding a task: the batch's fields can be read */
         pool->fn(pool->arg, pool->num_tasks - left, worker);
         done++;
         left = atomic_load(&pool->unclaimed);
     }
-    if (started) pool->busy[worker].ns += now_ns() - started;
-    if (!done || atomic_fetch_sub(&pool->unfinished, done) != done) return;
+    int last = done && atomic_fetch_sub(&pool->unfinished, done) == done;
+    if (started) add_busy(&pool->busy[worker], moe_now_ns() - started); /* nobody waits for that any more */
+    if (!last) return;
     /* Pairs with wait_done: either this load sees the sleeper or the sleeper sees zero (sequential consistency). */
     if (!atomic_load(&pool->caller_sleeps)) return;
     pthread_mutex_lock(&pool->sleep_lock);
@@ -176,7 +174,7 @@ struct moe_pool *moe_pool_create(int num_threads) {
     pool->workers = calloc((size_t)num_threads, sizeof *pool->workers);
     pool->busy = aligned_alloc(64, (size_t)num_threads * sizeof *pool->busy);
     if (!pool->workers || !pool->busy) { free(pool->workers); free(pool->busy); free(pool); return 0; }
-    for (int i = 0; i < num_threads; i++) pool->busy[i].ns = 0;
+    for (int i = 0; i < num_threads; i++) atomic_init(&pool->busy[i].ns, 0);
     pthread_mutex_init(&pool->call_lock, 0);
     pthread_mutex_init(&pool->sleep_lock, 0);
     pthread_cond_init(&pool->work_ready, 0);
@@ -205,20 +203,21 @@ void moe_pool_destroy(struct moe_pool *pool) {
 
 static void wait_done(struct moe_pool *pool) {
     if (!atomic_load(&pool->unfinished)) return;
-    if (pool->spin && spin_until(&pool->unfinished, 0)) return;
-    pthread_mutex_lock(&pool->sleep_lock);
-    atomic_store(&pool->caller_sleeps, 1);
-    while (atomic_load(&pool->unfinished)) pthread_cond_wait(&pool->batch_done, &pool->sleep_lock);
-    atomic_store(&pool->caller_sleeps, 0);
-    pthread_mutex_unlock(&pool->sleep_lock);
+    int64_t started = pool->timing ? moe_now_ns() : 0;
+    if (!pool->spin || !spin_until(&pool->unfinished, 0)) {
+        pthread_mutex_lock(&pool->sleep_lock);
+        atomic_store(&pool->caller_sleeps, 1);
+        while (atomic_load(&pool->unfinished)) pthread_cond_wait(&pool->batch_done, &pool->sleep_lock);
+        atomic_store(&pool->caller_sleeps, 0);
+        pthread_mutex_unlock(&pool->sleep_lock);
+    }
+    if (started) pool->waited_ns += moe_now_ns() - started;
 }
 
 void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg) {
     struct moe_pool *pool = ctx->pool;
     if (num_tasks <= 1 || pool->num_threads == 1 || in_child(pool)) {
-        int64_t started = pool->timing ? now_ns() : 0;
         for (int task = 0; task < num_tasks; task++) fn(arg, task, 0);
-        if (started) pool->busy[0].ns += now_ns() - started;
         return;
     }
     pool->fn = fn;
@@ -238,22 +237,14 @@ void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg)
 }
 
 /* ---- timing ---- */
-int64_t moe_time_begin(const struct moe_ctx *ctx) { return ctx->pool->timing ? now_ns() : 0; }
+void moe_time_tasks(struct moe_pool *pool, int on) { pool->timing = on; }
 
-void moe_time_end(struct moe_ctx *ctx, int part, int64_t started) {
-    if (started) ctx->pool->part_ns[part] += now_ns() - started;
+void moe_busy_times(struct moe_ctx *ctx, int64_t *busy_ns) {
+    moe_lock(ctx);
+    for (int i = 0; i < ctx->pool->num_threads; i++)
+        busy_ns[i] = atomic_load_explicit(&ctx->pool->busy[i].ns, memory_order_relaxed);
+    moe_unlock(ctx);
 }
-
-void moe_timing(struct moe_ctx *ctx, int on, int64_t *part_ns, int64_t *busy_ns) {
-    struct moe_pool *pool = ctx->pool;
-    uint32_t saved = moe_enter(ctx);
-    for (int i = 0; part_ns && i < MOE_NUM_TIMES; i++) part_ns[i] = pool->part_ns[i];
-    for (int i = 0; busy_ns && i < pool->num_threads; i++) busy_ns[i] = pool->busy[i].ns;
-    pool->timing = on;
-    moe_leave(ctx, saved, MOE_OK);
-}
-
-const int64_t *moe_part_times(const struct moe_ctx *ctx) { return ctx->pool->part_ns; }
 
 void *moe_scratch(struct moe_ctx *ctx, size_t bytes) {
     if (bytes <= ctx->scratch_bytes) return ctx->scratch;
@@ -265,8 +256,17 @@ void *moe_scratch(struct moe_ctx *ctx, size_t bytes) {
     return ctx->scratch;
 }
 
-uint32_t moe_enter(struct moe_ctx *ctx) {
+void moe_lock(struct moe_ctx *ctx) {
     if (!in_child(ctx->pool)) pthread_mutex_lock(&ctx->pool->call_lock);
+}
+
+void moe_unlock(struct moe_ctx *ctx) {
+    if (!in_child(ctx->pool)) pthread_mutex_unlock(&ctx->pool->call_lock);
+}
+
+uint32_t moe_enter_call(struct moe_ctx *ctx, const char *function, const void *subject) {
+    moe_lock(ctx);
+    if (ctx->log) moe_begin_call(ctx->log, function, subject);
     uint32_t saved = get_float_mode();
     set_float_mode(FLOAT_MODE);
     return saved;
@@ -274,6 +274,10 @@ uint32_t moe_enter(struct moe_ctx *ctx) {
 
 int moe_leave(struct moe_ctx *ctx, uint32_t saved, int status) {
     set_float_mode(saved);
-    if (!in_child(ctx->pool)) pthread_mutex_unlock(&ctx->pool->call_lock);
+    if (ctx->log) {
+        add_busy(&ctx->pool->busy[0], moe_end_call(ctx->log) - ctx->pool->waited_ns);
+        ctx->pool->waited_ns = 0;
+    }
+    moe_unlock(ctx);
     return status;
 }

@@ -66,52 +66,26 @@ class Millstream:
         return {"tier": self.context.tier, "vocab_size": size, **recoded}
 
     def phases(self, token: int, position: int, steps: int) -> dict[str, float]:
-        """Milliseconds of a decode step by native call; "python" is what is left, the clock's own calls included."""
-        clock = NativeClock(self.model.config)
+        """Milliseconds of a decode step by product, or by native call where it is none; "python" is what is left."""
+        from engine.profile.call_sums import CallSums, Spans, Timeline
+        from engine.profile.places import Places
+        from engine.profile.recording import context_calls
+
+        recorded, sums, never = context_calls(self.context), CallSums(Places(self.model)), Spans([], [])
+        recorded.switch(True)
         started = time.perf_counter()
-        with clock:
-            for i in range(steps):
-                token = self.step(token, position + i)
+        for i in range(steps):
+            token = self.step(token, position + i)
         total = time.perf_counter() - started
-        found = {name: seconds * 1e3 / steps for name, seconds in sorted(clock.seconds.items(), key=lambda x: -x[1])}
-        return {**found, "python": (total - sum(clock.seconds.values())) * 1e3 / steps, "step": total * 1e3 / steps}
-
-
-class NativeClock:
-    """While it is entered, every native call is timed under its name."""
-
-    def __init__(self, config):
-        self.seconds: dict[str, float] = {}
-        self._config = config
-
-    def _name(self, name: str, args) -> str:
-        if name != "moe_linear":
-            return name.removeprefix("moe_")
-        rows, count = args[1][0].rows, args[3]
-        heads = {self._config.vocab_size: "head", getattr(self._config, "num_experts", -1): "router linear"}
-        return "linear qkv" if count > 1 else heads.get(rows, "linear out")
-
-    def _timed(self, name: str, function):
-        def timed(*args):
-            started = time.perf_counter()
-            result = function(*args)
-            spent = time.perf_counter() - started
-            key = self._name(name, args)
-            self.seconds[key] = self.seconds.get(key, 0.0) + spent
-            return result
-
-        return timed if name.startswith("moe_") else function
-
-    def __enter__(self):
-        from engine.kernels import lib
-
-        lib.observe(self._timed)
-        return self
-
-    def __exit__(self, *_):
-        from engine.kernels import lib
-
-        lib.stop_observing()
+        calls, experts = recorded.take()
+        sums.add(calls, self.np.full(len(calls), True), experts, Timeline(None, never, never, never))
+        recorded.switch(False)
+        spent: dict[str, float] = {}
+        for (*_, tag, function), (ns, _) in sorted(sums.times.items(), key=lambda item: -item[1][0]):
+            name = tag or function.removeprefix("moe_")
+            spent[name] = spent.get(name, 0.0) + ns / 1e6 / steps
+        step = total * 1e3 / steps
+        return {**spent, "python": step - sum(spent.values()), "step": step}
 
 
 def llama_cpp(path: str, threads: int, positions: int, repack: bool):

@@ -175,7 +175,7 @@ def route_plan(ids, num_experts):
     most = min(num_experts, ids.size)
     experts, offsets, assignments = (np.full(n, -1, np.int32) for n in (most, most + 1, ids.size))
     arrays = [pointer(a, "int32_t *") for a in (experts, offsets, assignments, np.ascontiguousarray(ids))]
-    count = lib.moe_route_plan(*arrays, num_tokens, top, num_experts)
+    count = lib.moe_route_plan(context(), *arrays, num_tokens, top, num_experts)
     assert count >= 0, count
     return experts[:count], offsets[: count + 1], assignments
 

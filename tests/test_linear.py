@@ -250,7 +250,7 @@ def test_plan_is_a_stable_grouping():
     np.testing.assert_array_equal(np.diff(offsets), np.unique(ids, return_counts=True)[1])
     one = np.array([4], np.int32)
     args = [pointer(a, "int32_t *") for a in (one.copy(), np.zeros(2, np.int32), one.copy(), one)]
-    assert lib.moe_route_plan(*args, 1, 1, 4) == lib.MOE_BAD_ARGUMENT
+    assert lib.moe_route_plan(context(), *args, 1, 1, 4) == lib.MOE_BAD_ARGUMENT
 
 
 # ---- experts ----

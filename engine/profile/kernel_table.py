@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ..experts.layout import expert_bytes
 from ..weights.architectures import expert_matrix_name
-from .recorder import PARTS
+from .recording import PARTS
 
 
 def _products(profiler, stage: str) -> Iterator[tuple]:
@@ -39,7 +39,7 @@ def kernels(profiler, stage: str) -> list[dict]:
 def _expert_parts(profiler, stage: str, layer: int, calls: int) -> Iterator[tuple]:
     """gate and up, and down: one native call that times its two halves, whose formats may differ."""
     names = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-    spent = profiler.parts[stage, "mlp", layer]
+    spent = profiler.parts[stage, "mlp", layer, "", "moe_experts"]
     for part, parts in names.items():
         records = [profiler.engine.files.record(expert_matrix_name(layer, 0, name)) for name in parts]
         fmt = ", ".join(dict.fromkeys(record.format for record in records))

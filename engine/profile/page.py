@@ -83,7 +83,7 @@ def _plot(points, colour: str, title: str) -> str:
 
 
 def _wait_ns(before: dict | None, after: dict | None) -> float:
-    return (after["wait_s"] - before["wait_s"]) * 1e9 if before and after else 0.0
+    return after["wait_ns"] - before["wait_ns"] if before and after else 0.0
 
 
 def _columns(rounds: list[dict]) -> list[tuple[int, list[float]]]:

@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 
 from .kernel_table import kernels, kernels_by_layer
-from .recorder import DRAFT, MTP
+from .places import DRAFT, MTP
 
 STEP_PHASES = (
     "embed", "attention", "router", "expert_gate_up", "quantize", "expert_down", "read_wait", "head", "sample",
@@ -53,15 +53,14 @@ def _waited(profiler, stage: str) -> float:
 
 def _add_parts(profiler, stage: str, tables) -> None:
     """Split what the native side timed inside its calls. tables(layer): those that layer's seconds stand in."""
-    for (found, section, layer), (quantize, _, down) in profiler.parts.items():
-        if found != stage or section in (DRAFT, MTP):
+    for (found, section, layer, tag, function), (quantize, _, down) in profiler.parts.items():
+        phase = _phase(section, tag, function)
+        if found != stage or section in (DRAFT, MTP) or phase == "python":
             continue
         for table in tables(layer):
-            # Inside moe_experts, whose whole time is under expert_gate_up so far; dense products under their section.
-            table["expert_gate_up"] -= down / 1e9
-            table["expert_down"] += down / 1e9
+            table[phase] -= (quantize + down) / 1e9
             table["quantize"] += quantize / 1e9
-            table["expert_gate_up" if section == "mlp" else section] -= quantize / 1e9
+            table["expert_down"] += down / 1e9
 
 
 def _native(profiler, stage: str) -> tuple[dict, dict, dict]:

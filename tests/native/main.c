@@ -4,6 +4,7 @@
 
 struct moe_pool *moe_pool_create(int num_threads) { (void)num_threads; return NULL; }
 void moe_pool_destroy(struct moe_pool *pool) { (void)pool; }
+void moe_free_call_log(struct moe_call_log *log) { (void)log; }
 static void emit(const char *text) { fputs(text, stdout); }
 
 int main(int argc, char **argv) {

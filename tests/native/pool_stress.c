@@ -107,7 +107,7 @@ static int experts(struct moe_ctx *ctx, struct moe_ctx *alone, unsigned *seed) {
             ids[2 * t] = (int32_t)(rand_r(seed) % NUM_EXPERTS);
             ids[2 * t + 1] = (ids[2 * t] + 1) % NUM_EXPERTS;
         }
-        int n = moe_route_plan(chosen, offsets, assignments, ids, TOKENS, PER_TOKEN, NUM_EXPERTS);
+        int n = moe_route_plan(alone, chosen, offsets, assignments, ids, TOKENS, PER_TOKEN, NUM_EXPERTS);
         failed |= moe_experts(alone, want, table, chosen, offsets, assignments, n, x, TOKENS, PER_TOKEN) != MOE_OK;
         failed |= moe_experts(ctx, got, table, chosen, offsets, assignments, n, x, TOKENS, PER_TOKEN) != MOE_OK;
         failed |= memcmp(want, got, sizeof want) != 0;

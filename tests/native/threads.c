@@ -102,7 +102,7 @@ static void experts(struct walk *w, const char *format, int compact) {
         table[e] = &expert[e];
     }
     TRY(w, moe_route(w->ctx, ids, weights, logits, T, E, A, &rule));
-    int n = moe_route_plan(expert_ids, offsets, assignments, ids, T, A, E);
+    int n = moe_route_plan(w->ctx, expert_ids, offsets, assignments, ids, T, A, E);
     if (n > 1) { /* in two calls, as experts arrive */
         TRY(w, moe_experts(w->ctx, out, table, expert_ids + 1, offsets + 1, assignments, n - 1, x, T, A));
         TRY(w, moe_experts(w->ctx, out, table, expert_ids, offsets, assignments, 1, x, T, A));

@@ -43,6 +43,7 @@ void *calloc(size_t n, size_t size) { (void)n; (void)size; return 0; }
 void free(void *p) { (void)p; }
 struct moe_pool *moe_pool_create(int num_threads) { (void)num_threads; return 0; }
 void moe_pool_destroy(struct moe_pool *pool) { (void)pool; }
+void moe_free_call_log(struct moe_call_log *log) { (void)log; }
 
 void cmain(void);
 void cmain(void) {
