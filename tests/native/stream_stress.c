@@ -8,6 +8,8 @@
 #define _GNU_SOURCE
 #include "moe.h"
 #include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -225,6 +227,29 @@ static int settled(void) {
     return 0;
 }
 
+/* Records of the streamer's calls, taken by somebody else while they are made. */
+static atomic_int stop;
+static long recorded;
+
+static void *listen(void *arg) {
+    int *bad = arg, ended = 0;
+    int64_t last = 0;
+    while (!ended) {
+        ended = atomic_load(&stop);
+        struct moe_calls taken;
+        moe_streamer_take_calls(s, &taken);
+        for (int64_t i = 0; i < taken.num_calls; i++) { /* one thread makes them: one after the other */
+            const struct moe_call *c = &taken.calls[i];
+            *bad |= c->start_ns < last || c->end_ns < c->start_ns || strncmp(c->function, "moe_streamer_", 13) != 0;
+            last = c->end_ns;
+        }
+        recorded += taken.num_calls;
+        *bad |= taken.lost != 0;
+        usleep(100);
+    }
+    return 0;
+}
+
 static int run(const char *path, int steps, int recode, int fail_percent, const struct moe_layout *layout) {
     const char *error;
     if (make_file(path, recode, layout)) return 1;
@@ -236,9 +261,18 @@ static int run(const char *path, int steps, int recode, int fail_percent, const 
     moe_streamer_set_fault(s, &fault);
     for (int i = 0; i < NUM_EXPERTS; i++) slot_of[i] = -1, coming[i] = 0;
     for (int i = 0; i < NUM_SLOTS; i++) key_of[i] = -1;
-    int bad = 0;
+    int bad = 0, bad_record = 0;
+    pthread_t listener;
+    atomic_store(&stop, 0);
+    if (moe_streamer_record(s, 1) || moe_streamer_record(s, 1) != MOE_IN_USE) return fail("record", 0);
+    if (pthread_create(&listener, 0, listen, &bad_record)) return fail("thread", 0);
     for (int i = 0; i < steps && !bad; i++) bad = step(recode);
     bad |= settled();
+    atomic_store(&stop, 1);
+    pthread_join(listener, 0);
+    if (bad_record || recorded < steps) bad = fail("records", (int)recorded);
+    recorded = 0;
+    bad |= moe_streamer_record(s, 0);
     moe_streamer_destroy(s);
     fclose(f);
     return bad;

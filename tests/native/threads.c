@@ -1,9 +1,12 @@
 /* threads [ROUNDS]: the drivers of the engine (products, experts, attention, sampling) on every tier of this CPU and
  * with several thread counts, then from several callers at once, two of them on one context. Every walk must produce
- * the same bits; the hash is printed, so that machines can be compared. Made to run under the thread sanitizer. */
+ * the same bits; the hash is printed, so that machines can be compared. Half of the walks and all of the callers are
+ * recorded, with somebody who takes the records meanwhile. Made to run under the thread sanitizer. */
 #include "internal.h"
 #include "moe.h"
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -237,11 +240,59 @@ static void *call(void *arg) {
     return NULL;
 }
 
+/* Takes the records of a context while others call it. */
+struct listener {
+    pthread_t thread;
+    struct moe_ctx *ctx;
+    atomic_int stop;
+    int64_t calls, experts, last; /* taken so far; end of the last call */
+    int bad;
+};
+
+static void take(struct listener *l) {
+    struct moe_calls taken;
+    moe_take_calls(l->ctx, &taken);
+    int64_t experts = 0;
+    for (int64_t i = 0; i < taken.num_calls; i++) {
+        const struct moe_call *c = &taken.calls[i];
+        l->bad |= c->start_ns < l->last || c->end_ns < c->start_ns || strncmp(c->function, "moe_", 4) != 0;
+        l->last = c->end_ns;
+        experts += c->num_experts;
+    }
+    for (int64_t i = 0; i < taken.num_experts; i++)
+        l->bad |= taken.experts[i].expert < 0 || taken.experts[i].expert >= E || taken.experts[i].num_tokens < 1;
+    l->bad |= experts != taken.num_experts || taken.lost != 0;
+    l->calls += taken.num_calls;
+    l->experts += experts;
+}
+
+static void *listen(void *arg) {
+    struct listener *l = arg;
+    int64_t busy[3];
+    while (!atomic_load(&l->stop)) {
+        take(l);
+        moe_busy_times(l->ctx, busy);
+        sched_yield();
+    }
+    take(l);
+    return NULL;
+}
+
+static void report_records(const struct listener *l, int64_t calls, int64_t experts) {
+    int bad = l->bad || l->calls != calls || l->experts != experts;
+    printf("records of %lld calls with %lld experts: %s\n", (long long)l->calls, (long long)l->experts,
+           bad ? "FAILED" : "passed");
+    if (bad) failed++;
+    else passed++;
+}
+
 int main(int argc, char **argv) {
     int rounds = argc > 1 ? atoi(argv[1]) : 2;
     const char *error;
     struct moe_ctx *shared = moe_ctx_create(NULL, 3, &error), *own = moe_ctx_create(NULL, 2, &error);
     if (!shared || !own) { printf("FAILED, %s\n", error); return 1; }
+    struct listener one, of[2] = {{.ctx = shared}, {.ctx = own}};
+    int64_t one_calls = 0, one_experts = 0; /* of a walk */
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int tier = 0; tier < moe_tier_count(); tier++) {
         const char *name = moe_tier_name(tier);
@@ -254,20 +305,35 @@ int main(int argc, char **argv) {
         for (int threads = 1; threads <= 4; threads++) {
             struct moe_ctx *ctx = moe_ctx_create(name, threads, &error);
             if (!ctx) { printf("%s: FAILED, %s\n", name, error); return 1; }
+            if (threads % 2 && moe_record(ctx, 1) != MOE_OK) return 1;
             struct walk w = run(ctx);
             if (!expected) expected = w.hash;
             report("tier", name, threads, w);
+            one = (struct listener){.ctx = ctx};
+            if (threads % 2) {
+                take(&one);
+                one_calls = one.calls;
+                one_experts = one.experts;
+            }
             moe_ctx_destroy(ctx);
         }
     }
     struct caller callers[3] = {
         {.ctx = shared, .rounds = rounds}, {.ctx = shared, .rounds = rounds}, {.ctx = own, .rounds = rounds}};
+    for (int i = 0; i < 2; i++)
+        if (moe_record(of[i].ctx, 1) != MOE_OK || pthread_create(&of[i].thread, NULL, listen, &of[i])) return 1;
     for (int i = 0; i < 3; i++)
         if (pthread_create(&callers[i].thread, NULL, call, &callers[i])) return 1;
     for (int i = 0; i < 3; i++) {
         pthread_join(callers[i].thread, NULL);
         report(i < 2 ? "caller on a shared context," : "caller on its own context,", moe_ctx_tier(callers[i].ctx),
                moe_ctx_num_threads(callers[i].ctx), callers[i].last);
+    }
+    for (int i = 0; i < 2; i++) {
+        atomic_store(&of[i].stop, 1);
+        pthread_join(of[i].thread, NULL);
+        int walks = (i ? 1 : 2) * rounds; /* each as many calls as the last one that was recorded alone */
+        report_records(&of[i], walks * one_calls, walks * one_experts);
     }
     moe_ctx_destroy(shared);
     moe_ctx_destroy(own);
