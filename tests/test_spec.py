@@ -119,20 +119,23 @@ def test_two_generations_of_one_engine_do_not_disturb_each_other(shipped, plain)
 # ---- policy ------------------------------------------------------------------------------------------------
 
 
-def simulate(policy, right, rounds=2000, ms=lambda rows: 1 + 0.2 * (rows - 1)):
-    """Decode with made-up costs; right(i): whether the draft for token i is right. (ms, tokens, rows of each round)."""
+def simulate(policy, right, rounds=2000, ms=lambda rows: 1 + 0.2 * (rows - 1), draft_ms=0.0):
+    """Decode with made-up costs; right(i): whether the draft for token i is right; draft_ms: cost of making a draft.
+    (ms, tokens, rows of each round)."""
     total, tokens, used = 0.0, 0, []
     for _ in range(rounds):
-        rows = policy.rows(("test", 0), 7, 0.0, 0.5)
+        rows = policy.rows(("test", 0), 7, draft_ms, 0.5)
         policy.use(rows)
         accepted = 0
         while accepted < rows - 1 and right(tokens + accepted):
             accepted += 1
+        drafting = draft_ms * (rows - 1)
+        spent = ms(rows) + drafting
         if rows == 1:
-            policy.record_plain(ms(1))
+            policy.record_plain(spent)
         else:
-            policy.record(("test", 0), rows, accepted, ms(rows), rows - 1)
-        total, tokens = total + ms(rows), tokens + accepted + 1
+            policy.record(("test", 0), rows, accepted, spent, rows - 1, drafting)
+        total, tokens = total + spent, tokens + accepted + 1
         used.append(rows)
     return total, tokens, used
 
@@ -164,8 +167,8 @@ def test_one_window_that_the_machine_held_up_decides_nothing(slow, which):
     seen = [0] * 9
 
     def ms(rows):
-        seen[rows] += 0.5  # simulate asks twice a round
-        return (1 + 0.1 * (rows - 1)) * (10 if rows == slow and int(seen[rows] - 0.5) == which else 1)
+        seen[rows] += 1
+        return (1 + 0.1 * (rows - 1)) * (10 if rows == slow and seen[rows] - 1 == which else 1)
 
     def rate(policy, ms):
         total, tokens, used = simulate(policy, lambda i: True, 150, ms)

@@ -8,6 +8,8 @@ import spec_tools
 from test_spec import simulate
 
 from engine.spec import AutoPolicy, FixedPolicy, Speculator
+from engine.spec.acceptance import Acceptance
+from engine.spec.window_costs import WindowCosts
 
 
 def flat(rows):
@@ -127,11 +129,13 @@ def test_the_budget_holds_whatever_is_believed():
 
 
 def test_windows_are_shorter_where_drafts_cost_something():
-    random, policy = np.random.default_rng(1).random(20000), AutoPolicy()
-    simulate(policy, lambda i: random[i % 20000] < 0.7, 600, flat)
-    key = ("test", 0)
-    assert policy.rows(key, 7, 0.0, 0.5) >= 5  # 2.8 tokens for 1.4 ms; a third is 0.65 ms a token, all eight are 0.54
-    assert 1 < policy.rows(key, 7, 0.35, 0.5) <= 3  # three: 2.2 tokens for 1.9 ms; five: 2.8 tokens for 2.8 ms
+    """Of drafts of which 7 in 10 are right, two are worth 0.35 ms each and seven are not: 2.2 tokens for 1.9 ms, 3.1
+    for 4.2 ms."""
+    random, length = np.random.default_rng(1).random(20000), {}
+    for draft_ms in (0.0, 0.35):
+        _, _, used = simulate(AutoPolicy(), lambda i: random[i % 20000] < 0.7, 1500, flat, draft_ms)
+        length[draft_ms] = np.mean(used[500:])
+    assert length[0.0] > 4.5 and 1.5 < length[0.35] < 3.5
 
 
 def test_a_draft_that_was_right_is_followed_up_at_once():
@@ -144,11 +148,43 @@ def test_a_draft_that_was_right_is_followed_up_at_once():
 
 
 def test_one_slow_window_does_not_rule_out_its_length():
-    policy, key = AutoPolicy(), ("any", 0)
-    for _ in range(20):
-        policy.record_plain(1.0)
-        policy.rows(key, 4, 0.0, 0.9)
-        policy.record(key, 5, 4, flat(5), 4)
-    assert policy.rows(key, 7, 0.0, 0.9) == 8
-    policy.record(key, 8, 7, 2.2, 7)
-    assert policy.rows(key, 7, 0.0, 0.9) == 8
+    """A length's median weighs as many samples as there are against four of the line through all of them."""
+    costs = WindowCosts()
+    for ms in (1.0, 1.0, 1.0, 5.0):
+        costs.add_plain(ms)
+    for ms in (1.4, 1.4, 1.3, 9.0):
+        costs.add(5, ms, 1)
+    costs.update(1)
+    slope = (4 / 3 + 4 * 0.4) / (4 + 16)  # four further rows are assumed to cost a third of a step each
+    assert costs[1] == 1.0 and costs[8] == pytest.approx(1 + 7 * slope)
+    assert costs[5] == pytest.approx((4 * 1.4 + 4 * (1 + 4 * slope)) / 8)
+    costs.add(8, 9.9, 2)  # no more than eight plain steps are believed
+    costs.update(2)
+    slope = (4 / 3 + 4 * 0.4 + 7) / (4 + 16 + 7)
+    assert costs[8] == pytest.approx((8.0 + 4 * (1 + 7 * slope)) / 5)
+    costs.add(5, 1.2, 50)  # what was measured 48 rounds ago or more does not bend the line
+    costs.update(51)
+    slope = (4 / 3 + 0.2) / (4 + 4)
+    assert costs[5] == pytest.approx((1.2 + 4 * (1 + 4 * slope)) / 5) and costs[8] == pytest.approx(1 + 7 * slope)
+
+
+def test_acceptance_is_believed_by_position():
+    """Worked out by hand: two tries' worth of belief, a draft fares like the one before it."""
+    acceptance = Acceptance(0.5)
+    assert acceptance.tokens[:5] == [1, 1, 1.5, 1.75, 1.875]
+    acceptance.update(3, 1)  # right, wrong, not looked at
+    first, second = (1 + 2 * 0.5) / 3, (0 + 2 * 2 / 3) / 3
+    expected = [1 + first, 1 + first + first * second, 1 + first + first * second + first * second * second]
+    assert acceptance.tokens[2:5] == pytest.approx(expected)
+    acceptance.update(1, 1)
+    assert acceptance.tokens[2] == pytest.approx(1 + (0.95 + 1 + 2 * 0.5) / (0.95 + 1 + 2))
+    acceptance.update(0, 0)  # all dropped
+    assert acceptance.tokens[2] == pytest.approx(1 + (0.95 * 1.95 + 2 * 0.5) / (0.95 * 1.95 + 2))
+
+
+def test_acceptance_follows_what_drafts_are_like_now():
+    acceptance = Acceptance(0.5)
+    for accepted, fewest, most in ((0, 1.0, 1.1), (7, 7.0, 8.0), (1, 1.9, 2.1), (0, 1.0, 1.1)):
+        for _ in range(200):
+            acceptance.update(7, accepted)
+        assert fewest < acceptance.tokens[8] < most

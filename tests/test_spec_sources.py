@@ -3,6 +3,8 @@
 import time
 from types import SimpleNamespace
 
+import gguf
+import gguf_models
 import numpy as np
 import pytest
 import spec_tools
@@ -13,7 +15,7 @@ from engine import runtime
 from engine.errors import ConfigError
 from engine.runtime import SHIPPED_MODEL
 from engine.sampler import SamplingParams
-from engine.spec import AutoPolicy, FixedPolicy, Speculator
+from engine.spec import AutoPolicy, FixedPolicy, LookupSource, Speculator
 from engine.spec.draft_model import ModelSource, check_same_tokens
 from engine.spec.drafts import DraftSource
 
@@ -150,6 +152,31 @@ def test_the_time_of_drafting_is_told_to_the_policy():
     speculator = Speculator([Slow()], Listening(3))
     speculator.commit(speculator.window(np.array([1, 1], np.int32), 9), 1)
     assert told[0][0] >= told[0][1] >= 2.0
+
+
+# ---- sources that take turns -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["lookup, model", "model, lookup", "model"])
+def test_sources_catch_up_with_each_others_drafts(tmp_path, tiny_snapshot, order):
+    """The same weights, rounded, in a GGUF; a lookup that drafts whenever one token was there before."""
+    gguf_models.write_gguf(tmp_path / "draft.gguf", "gqa_norm", {"exps|attn": gguf.GGMLQuantizationType.Q8_0})
+    loaded = engine.load(tiny_snapshot("gqa_norm"), threads=1, draft_model=tmp_path / "draft.gguf")
+    ids, options, names = [5, 6, 7, 8] * 3, {"max_tokens": 150, "ignore_eos": True}, order.split(", ")
+    for rows, sampling in ((2, SAMPLERS[0]), (8, SAMPLERS[0]), (5, SAMPLERS[1])):
+        plain = spec_tools.run(loaded, ids, sampling=sampling, **options)
+        made = {"lookup": LookupSource(1), "model": model_source(loaded, sampling)}
+        stats = spec_tools.assert_same(
+            loaded, ids, rows, order, plain, made=[made[name] for name in names], sampling=sampling, **options
+        )
+        found = stats.report()
+        assert list(found["sources"]) == names
+        assert sum(source["drafted"] for source in found["sources"].values()) == found["drafted"]
+        assert sum(source["accepted"] for source in found["sources"].values()) == found["accepted"]
+        assert sum(stats.accepted_at) == found["accepted"] and stats.tokens == 149
+        assert sum(n * count for n, count in found["windows"].items()) == found["rounds"] + found["drafted"]
+        assert found["sources"]["model"]["accepted"] > 10
+        assert min(source["drafted"] for source in found["sources"].values()) > 10 or order != "lookup, model"
 
 
 # ---- token tables ------------------------------------------------------------------------------------------
