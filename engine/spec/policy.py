@@ -75,7 +75,7 @@ class AutoPolicy:
         self._new: list[tuple] = []  # windows that nothing was learned from yet: arguments of record
         self._plain_steps = 0  # the same of plain steps
         self._due = True  # plain decode is being measured: its steps are to be learned from as soon as they are there
-        self._held: dict = {}  # key: drafts of its windows until more is learned
+        self._held: dict = {}  # (key, drafts offered): rows, until more is learned
         self._loss = 0.0  # ms that windows have cost beyond plain decode, less what they may cost
         self._plain_ms = 0.0  # of plain steps that are not accounted for yet
         self._late = 0.0  # ms of windows that took far longer than usual, not charged yet
@@ -126,8 +126,9 @@ class AutoPolicy:
         """Rows for the next window when a source offers `count` drafts; 1: plain decode, or another source."""
         if self._refused.get(key, 0) > self._rounds:
             return 1
-        if self._held.get(key, MAX_ROWS) <= count:
-            return self._held[key] + 1
+        held = self._held.get((key, count))
+        if held is not None:
+            return held
         if self._due or self._plain_steps + len(self._new) >= BATCH or any(window[0] == key for window in self._new):
             self._learn()
         rows, self.reason = self._choose(key, count, ms_per_draft, chance)
@@ -139,7 +140,7 @@ class AutoPolicy:
             if not self._due:
                 self._refused[key] = self._rounds + REFUSED
         elif self._acceptance[key].windows >= SETTLED:
-            self._held[key] = rows - 1
+            self._held[key, count] = rows
         return rows
 
     def use(self, rows: int) -> None:
