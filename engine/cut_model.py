@@ -1,4 +1,5 @@
-"""Some layers of a model, timed each, in place of all: so a large model's speed is known in seconds.
+"""Some layers of a model and a part of its head, timed each, in place of all: so a large model's speed is known in
+seconds.
 
 A model has few kinds of layers (dense, with experts, with a window). What one of a kind takes, its others take, too.
 """
@@ -11,6 +12,7 @@ from .kv_cache import KVCache
 
 # Multiplications of a pass that measuring may cost; reading a weight takes about as long as READ_COST of them.
 MAX_WORK, READ_COST = 200e9, 6
+HEAD_BYTES = 128 << 20  # of the head that are run beside some of the layers
 
 
 def layer_kinds(files) -> list[list[int]]:
@@ -56,11 +58,21 @@ def _work_by_layer(files, tokens: int) -> dict[int, float]:
     return work
 
 
-class LayerClock:
-    """Seconds of the layers that were run, until `whole` is asked for."""
+def head_part(files) -> int:
+    """Rows of the head to run: all of a tied one, which is the embedding, too."""
+    rows = files.model_config.vocab_size
+    if files.tied_head:
+        return rows
+    nbytes = sum(record.nbytes for record in files.tensors.values() if record.role == "head")
+    return -(-rows * min(HEAD_BYTES, nbytes) // nbytes)
 
-    def __init__(self, stands_for: dict[int, list[int]]):
-        self.stands_for = stands_for
+
+class LayerClock:
+    """Seconds of what was run, until `whole` is asked for. stands_for: as choose_layers gives it. head_parts: into how
+    many parts the head was divided, of which one runs."""
+
+    def __init__(self, stands_for: dict[int, list[int]], head_parts: float = 1.0):
+        self.stands_for, self._head_parts = stands_for, head_parts
         self._weights = [len(layers) - 1 for layers in stands_for.values()]
         self.restart()
 
@@ -74,13 +86,16 @@ class LayerClock:
         self._extra += self._weights[self._place] * (time.perf_counter() - self._started)
         self._place = (self._place + 1) % len(self._weights)
 
+    def end_head(self) -> None:
+        self._extra += (self._head_parts - 1) * (time.perf_counter() - self._started)
+
     def whole(self, seconds: float) -> float:
-        """Seconds of a run with all layers, of which the run of some took `seconds`."""
+        """Seconds of a run of the whole model, of which the run of some parts took `seconds`."""
         return seconds + self._extra
 
 
 def cut_model(model_class, clock: LayerClock):
-    """model_class with the layers of a clock only, each of them timed."""
+    """model_class with the layers of a clock only, each of them and the head timed."""
     kept = list(clock.stands_for)
 
     class CutModel(model_class):
@@ -104,5 +119,11 @@ def cut_model(model_class, clock: LayerClock):
             rows = super().mlp(*arguments)
             clock.end()
             return rows
+
+        def head(self, *arguments):
+            clock.begin()
+            logits = super().head(*arguments)
+            clock.end_head()
+            return logits
 
     return CutModel

@@ -35,15 +35,18 @@ class PlannedFiles(ModelFiles):
         kept = method if method in readable_quantization(architecture) else None
         self.assumptions = [] if method is None else [_about_quantization(method, kept, format_name)]
         replaced, at = Counter(), 0
+        forms: dict[tuple, tuple] = {}  # tens of thousands of experts have a few
         for name, want in expected_tensors(architecture, config, num_listed=10**9).items():
-            small = len(want.shape) == 1 or want.role == "router"
-            wanted = "f32" if small else kept if kept and want.role in EXPERT_ROLES else format_name
-            rows = want.shape[0] if len(want.shape) == 2 else 1
-            record_format = _fitting(wanted, rows, want.shape[-1])
-            if record_format.name != wanted:
-                replaced[wanted, want.role, want.shape, record_format.name] += 1
-            nbytes = rows * record_format.row_bytes(want.shape[-1])
-            form = (record_format.name, record_format.version, None, tuple(want.shape))
+            if want[:2] not in forms:
+                small = len(want.shape) == 1 or want.role == "router"
+                wanted = "f32" if small else kept if kept and want.role in EXPERT_ROLES else format_name
+                rows = want.shape[0] if len(want.shape) == 2 else 1
+                found = _fitting(wanted, rows, want.shape[-1])
+                nbytes = rows * found.row_bytes(want.shape[-1])
+                forms[want[:2]] = wanted, nbytes, (found.name, found.version, None, tuple(want.shape))
+            wanted, nbytes, form = forms[want[:2]]
+            if form[0] != wanted:
+                replaced[wanted, want.role, want.shape, form[0]] += 1
             self.tensors[name] = TensorRecord(name, *form, want.role, "model", at, nbytes, "")
             at += -(-nbytes // 32) * 32
         self.files = {"model": at}

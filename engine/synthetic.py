@@ -6,6 +6,8 @@ model's own. Only memory may be shared, where the model is larger than the pool,
 
 import mmap
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +26,9 @@ from .weights.loader import WeightLoader
 # scales are large.
 NORM, SMALL_NORM = 1e-4, 1e-12
 MIN_POOL = 16  # experts that layers share, at least
-_SEED_ROWS = 256  # random rows of a matrix; the others repeat them
+EMBEDDED_IDS = 256  # token ids below it have an embedding, and no others: most of a table is never looked at
+_SEED_ROWS = 32  # random rows of another matrix; further ones repeat them
+_SMALL_BYTES = 1 << 20  # what one thread fills
 
 
 class SyntheticLoader(WeightLoader):
@@ -33,13 +37,13 @@ class SyntheticLoader(WeightLoader):
     pool_bytes: about what the layers may take; where the model's do not fit, layers share their dense weights, and draw
     their experts, each layer others, from a pool that all share. own_bytes: what was made. mapped: the run uses the
     file's pages where they hold what kernels read, so these lie in small pages here, too, as those of a file do.
-    layers: those that will be asked for, None for all.
+    layers: those that will be asked for, None for all. head_rows: of the head, that are made.
     """
 
-    def __init__(
-        self, files, context: Context, *, compact_experts: bool, pool_bytes: int, mapped: bool = True, layers=None
-    ):
+    def __init__(self, files, context: Context, *, compact_experts: bool, pool_bytes: int, mapped: bool = True,
+                 layers=None, head_rows: int | None = None):  # fmt: skip
         super().__init__(files, context, compact_experts=compact_experts)
+        self._head_rows = head_rows
         self._rng, self._made, self._pools = np.random.default_rng(1), {}, {}
         self._mapped, self.own_bytes = mapped, 0
         only_read = any(get_format(r.format).max_relative_error is None for r in files.tensors.values())
@@ -60,6 +64,9 @@ class SyntheticLoader(WeightLoader):
 
     def _matrix(self, name: str, rows: int, cols: int, mapped: bool, compact: bool) -> Matrix:
         record = self._record(name, (rows, cols))
+        if record.role == "head" and self._head_rows:
+            rows = self._head_rows
+            record = replace(record, shape=(rows, cols))
         layer = self._place[_layer_of(name)] if name.startswith("layers.") else 0
         if record.role != "router":  # small, and what makes layers choose different experts
             layer %= self._dense_layers
@@ -67,7 +74,11 @@ class SyntheticLoader(WeightLoader):
         key = layer, stem, record.format, record.layout, rows, cols
         if key not in self._made:
             in_file = mapped and (record.layout is not None or record.format in ROWS_ARE_STRIPS)
-            self._made[key] = self._own(self._random(record, compact), self._mapped and (in_file or compact))
+            lookup = record.role == "embed" and not self.files.tied_head
+            if lookup and self.context.format(record.format).group_rows:
+                record = replace(record, format="f16", layout=None)  # rows that stand alone; looking them up is nothing
+            small_pages = self._mapped and (in_file or compact)
+            self._made[key] = self._own(self._random(record, compact), small_pages, lookup)
         return Matrix(self.context, *self._made[key])
 
     def _random(self, record, compact: bool) -> tuple:
@@ -75,19 +86,19 @@ class SyntheticLoader(WeightLoader):
         repeated; a router's are its own."""
         context, rows, cols, name = self.context, record.rows, record.cols, record.format
         compact = record.layout is None and compact
-        seed_key = name, min(rows, _SEED_ROWS), cols
+        # Rows that share data are stored as a whole; their strips stand alone like all others.
+        most = rows if context.format(name).group_rows and compact else _SEED_ROWS
+        count = min(rows, EMBEDDED_IDS if record.role == "embed" else most)
+        seed_key = name, count, cols
         if record.role == "router":
             seed = self._router_rows(record)
         elif seed_key in self._made:
             seed = self._made[seed_key]
         else:
-            count = rows if context.format(name).group_rows and rows % _SEED_ROWS else min(rows, _SEED_ROWS)
             seed = self._made[seed_key] = finite_rows(context, name, count, cols, self._rng)
-        # Strips of repeated rows are repeated strips, but where rows share data.
-        count = rows if context.format(name).group_rows else len(seed)
-        storage = aligned_empty(count * context.row_bytes(name, cols))
-        _repeat(storage, seed.reshape(-1))
-        matrix = context.matrix(name, storage, count, cols, compact=compact)
+        storage = aligned_empty(seed.size)
+        storage[:] = seed.reshape(-1)
+        matrix = context.matrix(name, storage, len(seed), cols, compact=compact)
         if matrix.compact:
             total = rows * context.row_bytes(name, cols)
         else:
@@ -103,13 +114,20 @@ class SyntheticLoader(WeightLoader):
             values = np.clip(values, -6e4, 6e4)
         return self.context.quantize(record.format, values.astype(np.float32))
 
-    def _own(self, form: tuple, small_pages: bool) -> tuple:
-        """Arguments of a Matrix of such contents in memory of its own."""
+    def _own(self, form: tuple, small_pages: bool, lookup: bool = False) -> tuple:
+        """Arguments of a Matrix of such contents in memory of its own. lookup: only its first rows will be read."""
         first, num_bytes, (layout, *rest) = form
         own = _file_pages(num_bytes) if small_pages else weights_empty(num_bytes)
-        _repeat(own, first)
+        self._repeat(own[: len(first)] if lookup else own, first)
         self.own_bytes += num_bytes
         return layout, own, *rest
+
+    def _repeat(self, out: np.ndarray, block: np.ndarray) -> None:
+        """Fill out with copies of block, by several threads: memory that nobody used yet takes long to get."""
+        count = self.context.num_threads if len(out) > _SMALL_BYTES else 1
+        bounds = [len(out) * n // count for n in range(count + 1)]
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda start, end: _repeat(out, block, start, end), bounds[:-1], bounds[1:]))
 
     def experts(self, layer: int, num_experts: int, width: int, hidden_size: int):
         """Experts of the pool, in an order of the layer's own."""
@@ -164,7 +182,11 @@ def _file_pages(num_bytes: int) -> np.ndarray:
     return np.frombuffer(mapping, np.uint8)
 
 
-def _repeat(out: np.ndarray, block: np.ndarray) -> None:
-    for at in range(0, len(out), len(block)):
-        part = out[at : at + len(block)]
-        part[:] = block[: len(part)]
+def _repeat(out: np.ndarray, block: np.ndarray, start: int = 0, end: int | None = None) -> None:
+    """Bytes start .. end of out = those of block after block."""
+    at, end = start, len(out) if end is None else end
+    while at < end:
+        inside = at % len(block)
+        count = min(len(block) - inside, end - at)
+        out[at : at + count] = block[inside : inside + count]
+        at += count

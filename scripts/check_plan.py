@@ -84,9 +84,10 @@ def work(options: dict) -> None:
     if arm.engine.stream:
         recorder = UsageRecorder(arm.engine.model, model_fingerprint(arm.engine.files))
     for _ in sys.stdin:
-        arm.prefill(
-            ids
-        )  # it has waited for seconds: threads, caches and clock are cold, which no user's second turn is
+        # It has waited for seconds: threads, caches and clock are cold, which no user's second turn is.
+        arm.prefill(ids)
+        arm.decode(ids, min(decode, 8))
+        arm.prefill(ids)
         start = counts(arm)
         found = {"prefill": prompt / arm.prefill(ids)}
         before = counts(arm)

@@ -17,7 +17,8 @@ from engine.kernels import Context
 from engine.models import family
 from engine.planned_files import PlannedFiles
 from engine.runtime import SHIPPED_MODEL, load
-from engine.synthetic import SyntheticLoader
+from engine.sampler import SamplingParams
+from engine.synthetic import EMBEDDED_IDS, SyntheticLoader
 from engine.weights import open_model
 
 FIGURES = {"loop_s": 0.001, "layers": 4, "expert_share": 0.5, "demand": 8, "expert_bytes": 1e6,
@@ -204,9 +205,9 @@ def test_measuring_runs_every_family(tmp_path, name):
 @pytest.mark.parametrize("format_name", ["q4_0", "iq3_s", "hqq5-ax0-g32"])
 @pytest.mark.parametrize("compact", [False, True])
 def test_measuring_runs_formats(tmp_path, format_name, compact):
-    config = open_model(SHIPPED_MODEL).config | {"hidden_size": 256, "intermediate_size": 256}
+    config = open_model(SHIPPED_MODEL).config | {"hidden_size": 512, "intermediate_size": 256}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 64}))
+    path.write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 512}))
     files = PlannedFiles(str(path), format_name)
     options = {"prompt": 5, "max_tokens": 4, "kv": "f16", "window": 0, "pool_bytes": 1 << 30}
     assert machine_speed.model_speed(files, Context(num_threads=1), compact, **options).window_ratio is None
@@ -252,12 +253,13 @@ def test_tokens_choose_different_experts_in_every_layer(tmp_path, format_name):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     _, model = synthetic(PlannedFiles(str(path), format_name), 1 << 30)
-    ids, seen = machine_speed.fixed_ids(64, 512), []
+    ids, seen = machine_speed.fixed_ids(64, EMBEDDED_IDS), []
     for block in model.blocks:
         block.mlp.routed.observers.append(lambda chosen, weights: seen.append(chosen.copy()))
     model.forward(ids, model.new_kv(64, "f16"), 0)
-    # 128 draws of 32 experts: 31.5 different ones if they are independent.
-    assert min(len(np.unique(chosen)) for chosen in seen) >= 24
+    # 128 draws of 32 experts: 31.5 different ones if they are independent. Random blocks, of formats that are only
+    # read, have large scales: 22 to 32.
+    assert min(len(np.unique(chosen)) for chosen in seen) >= 20
     assert all(not np.array_equal(seen[0], chosen) for chosen in seen[1:])
 
 
@@ -279,9 +281,29 @@ def test_command_prints_and_refuses(tmp_path):
 
 
 def test_steps_that_miss_are_told_from_others(monkeypatch):
-    monkeypatch.setattr(machine_speed, "CALL_STEPS", 16)
-    plain, half = (machine_speed._steps(load(threads=1, **options)) for options in ({}, {"expert_slots": 12}))
+    ids = machine_speed.fixed_ids(16, 256)
+    plain, half = (machine_speed._steps(load(threads=1, **o), ids)[4:] for o in ({}, {"expert_slots": 12}))
     assert len(plain) == len(half) == 12 and not any(misses for _, misses in plain)
     assert 0 < sum(misses for _, misses in half) <= 12 * 6
     assert min(seconds for seconds, _ in plain) > 0
+    monkeypatch.setattr(machine_speed, "CALL_STEPS", 16)
     assert min(machine_speed.stream_call_seconds(RuntimeConfig(threads=1))) >= 0
+
+
+def test_the_loop_is_what_steps_alone_do_not_take(monkeypatch):
+    """The same tokens at the same positions with and without the loop; medians of turns."""
+    compared, real = [], machine_speed._steps
+
+    def steps(engine, ids):
+        compared.append(list(ids))
+        return [(1e-9, misses) for _, misses in real(engine, ids)]
+
+    monkeypatch.setattr(machine_speed, "_steps", steps)
+    monkeypatch.setattr(machine_speed, "LOOP_STEPS", 6)
+    whole = machine_speed.loop_seconds(RuntimeConfig(threads=1))
+    generation = load(threads=1).generate("The", max_tokens=7, sampling=SamplingParams(), ignore_eos=True)
+    "".join(generation)
+    assert len(compared) == machine_speed.LOOP_TURNS
+    assert all(ids[-7:] == generation.token_ids for ids in compared)
+    monkeypatch.setattr(machine_speed, "_steps", lambda engine, ids: [(1.0, 0)] * len(ids))
+    assert whole > 0 and machine_speed.loop_seconds(RuntimeConfig(threads=1)) == 0.0

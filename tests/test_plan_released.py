@@ -87,6 +87,22 @@ def test_time_of_all_layers_from_some(monkeypatch):
             ticks.now += seconds
             clock.end()
     assert clock.whole(2 * 111.0 + 7) == pytest.approx(2 * (3 * 1 + 10 + 2 * 100) + 7)
+    clock = cut_model.LayerClock({0: [0, 1]}, 2.5)
+    clock.begin()
+    ticks.now += 4.0  # two fifths of the head
+    clock.end_head()
+    assert clock.whole(4.0) == pytest.approx(10.0)
+
+
+def test_a_head_runs_in_part(tmp_path, monkeypatch):
+    """Its first rows, as many as make HEAD_BYTES; all of one that is the embedding, too, or small."""
+    files = planned(tmp_path, RELEASED["deepseek_v3"], "q4_k")
+    assert cut_model.head_part(files) == pytest.approx(129280 * cut_model.HEAD_BYTES / (129280 * 7168 * 4.5 / 8), abs=1)
+    small = planned(tmp_path, RELEASED["deepseek_v3"] | {"vocab_size": 1000}, "q4_k")
+    assert cut_model.head_part(small) == 1000
+    tied = planned(tmp_path, open_model(SHIPPED_MODEL).config | {"tie_word_embeddings": True}, "q8_0")
+    monkeypatch.setattr(cut_model, "HEAD_BYTES", 1)
+    assert cut_model.head_part(tied) == tied.model_config.vocab_size
 
 
 def test_some_layers_run_and_all_count(tmp_path, monkeypatch):
@@ -111,10 +127,31 @@ def test_some_layers_run_and_all_count(tmp_path, monkeypatch):
     assert one.rows(1, 0) == pytest.approx(3.0)
 
 
+def test_a_part_of_the_head_counts_for_all(tmp_path, monkeypatch):
+    config = open_model(SHIPPED_MODEL).config | {"tie_word_embeddings": False}
+    files = planned(tmp_path, config, "q8_0")
+    head = next(record for record in files.tensors.values() if record.role == "head")
+    monkeypatch.setattr(cut_model, "MAX_WORK", 1.0)
+    monkeypatch.setattr(cut_model, "HEAD_BYTES", head.nbytes // 4)
+    options = {"prompt": 5, "max_tokens": 8, "kv": "f16", "pool_bytes": 1 << 30, "mapped": True}
+    passes = machine_speed._Passes(files, Context(num_threads=1), False, 32, **options)
+    assert passes.model.lm_head.matrices[0].rows == head.rows // 4
+    monkeypatch.setattr(machine_speed, "time", ticks := Ticks())
+    monkeypatch.setattr(cut_model, "time", ticks)
+    head_of = type(passes.model).__mro__[1].head
+
+    def slow(self, *arguments):
+        ticks.now += 1.0
+        return head_of(self, *arguments)
+
+    monkeypatch.setattr(type(passes.model).__mro__[1], "head", slow)
+    assert passes.rows(1, 0) == pytest.approx(4.0)
+
+
 class Passes:
     """A step takes `load`, a window twice that; the machine is five times as slow while the steps are timed."""
 
-    prompt, own_bytes, layers_run = 8, 0, 1
+    prompt, own_bytes, layers_run, is_cut = 8, 0, 1, False
 
     def __init__(self, *_, **__):
         self.calls = 0
