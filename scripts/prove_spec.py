@@ -127,7 +127,7 @@ def prove_model(proof, folder):
 
     def coarse():
         path = folder / "coarse"
-        convert(SHIPPED_MODEL.parent / "hf", path, formats=RoleFormats(experts="int3_g64", dense="int4_g64"), threads=1)
+        convert(SHIPPED_MODEL.parent / "hf", path, formats=RoleFormats(experts="int3-g64", dense="int4-g64"), threads=1)
         return engine.load(threads=1, draft_model=path)
 
     for name, load in (("coarse", once(coarse)), ("itself", once(lambda: engine.load(draft_model=SHIPPED_MODEL)))):
