@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import ConfigError, NumericsError
+from .errors import ConfigError, ExpertReadError, NumericsError
 from .hardware import peak_rss_bytes
 from .sampler import Sampler, SamplingParams
 from .session import Session
@@ -173,7 +173,7 @@ class Generation:
         window = self.speculator.window(sequence[:position], len(sequence) - position)
         try:
             logits = decode_step(self.engine.model, session.kv, window.ids, position - 1, window.keep_rows)
-        except NumericsError:  # of a draft, perhaps, which plain decode would never have run
+        except (NumericsError, ExpertReadError):  # of a draft, perhaps, which plain decode would never have run
             if len(window.ids) == 1:
                 raise
             window.ids = window.ids[:1]

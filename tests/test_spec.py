@@ -265,13 +265,31 @@ def test_acceptance_by_position_counts_only_drafts_that_were_reached():
     assert speculator.stats.report()["acceptance_by_position"][:3] == [2 / 3, 1 / 2, 1.0]
 
 
-def test_command_line():
-    plain_run = run("generate", "He said, He said,", "-n", 40, "--temperature", 0, "--json")
-    done = run("generate", "He said, He said,", "-n", 40, "--temperature", 0, "--json", "--spec", "4")
+def test_command_line(tmp_path):
+    args, profile = ["generate", "He said, He said,", "-n", 40, "--temperature", 0, "--json"], tmp_path / "profile.json"
+    plain_run, done = run(*args), run(*args, "--spec", "4", "--profile-json", profile)
     ours, theirs = json.loads(done.stdout), json.loads(plain_run.stdout)
     assert ours["token_ids"] == theirs["token_ids"] and theirs["stats"]["spec"] is None
-    assert ours["stats"]["spec"]["rounds"] >= 1 and "tokens a round" in done.stderr
-    auto = run("generate", "He said, He said,", "-n", 40, "--temperature", 0, "--json", "--spec", "auto")
+    found = ours["stats"]["spec"]
+    assert found["rounds"] + found["accepted"] == ours["stats"]["generated_tokens"] - 1 == 39
+    windows = {int(n): count for n, count in found["windows"].items()}
+    assert sum(windows.values()) == found["rounds"] and set(windows) <= {1, 2, 3, 4}
+    assert sum((n - 1) * count for n, count in windows.items()) == found["drafted"] > 0
+    assert found["sources"] == {"lookup": {"drafted": found["drafted"], "accepted": found["accepted"]}}
+    assert found["ms_per_round"] == pytest.approx(
+        sum(found["ms_by_window"][n] * count for n, count in found["windows"].items()) / found["rounds"]
+    )
+    assert found["gain"] == pytest.approx(
+        found["tokens_per_round"] * found["plain_ms_per_token"] / found["ms_per_round"]
+    )
+    assert json.loads(profile.read_text())["spec"] == found
+    line = next(line for line in done.stderr.splitlines() if line.startswith("spec: "))
+    assert line.startswith(f"spec: {found['rounds']} rounds of {found['ms_per_round']:.2f} ms, ")
+    assert f"lookup {found['accepted']}/{found['drafted']} (by position 1: " in line
+    assert "; windows: " + ", ".join(f"{n} rows {count}" for n, count in windows.items()) in line
+    assert f"; {found['experts_per_round']:.1f} experts a round, " in line
+    assert line.endswith(f"; {found['gain']:.2f} x plain decode")
+    auto = run(*args, "--spec", "auto")
     report = json.loads(auto.stdout)["stats"]["spec"]
     assert report["policy"] == "auto" and report["reason"] in auto.stderr and "switched" in auto.stderr
     assert all(s["why"] and s["from_rows"] != s["to_rows"] for s in report["switches"])

@@ -171,3 +171,30 @@ def test_a_cache_of_everything_needs_no_cut():
     assert loaded.generate("x", spec=4).speculator.cut is None
     assert engine.load(threads=1).generate("x", spec=4).speculator.cut is None
     assert engine.load(SHIPPED_MODEL, threads=1, expert_slots=6).generate("x", spec=4).speculator.cut is not None
+
+
+def test_layers_to_come_count_as_those_before():
+    """A draft that misses two experts a layer: its share of one layer's reads is worth it, that of twelve is not; where
+    the first layers had all it needs, so will the others."""
+    ids = routing([1, 2], [3, 4])
+    assert cutter(layers=1).keep_rows(block(), ids) == 2
+    assert cutter(layers=12).keep_rows(block(), ids) == 1
+    cut = cutter(layers=12, here={100 * n + e for n in range(8) for e in (3, 4)})
+    assert [cut.keep_rows(block(n), ids) for n in range(9)] == [2] * 9
+
+
+def test_what_was_dropped_was_not_wrong():
+    """Windows of which only the first draft went on, and was right, say nothing about the others."""
+    cut = cutter(chance=0.9, read_ms=0.1)
+    for _ in range(60):
+        cut.begin(("test", 0), 0.9)
+        cut._cache.counters.misses += 2
+        cut._cache.waited += 0.2
+        cut.end(("test", 0), 4, 2, 1, 11.0)
+    cut.begin(("test", 0), 0.9)
+    assert cut.keep_rows(block(), routing([1, 2], [3, 4], [5, 6], [7, 8])) == 4
+    for _ in range(60):
+        cut.begin(("test", 0), 0.9)
+        cut.end(("test", 0), 4, 4, 1, 11.0)  # and these that the second is wrong
+    cut.begin(("test", 0), 0.9)
+    assert cut.keep_rows(block(), routing([1, 2], [3, 4], [5, 6], [7, 8])) == 2

@@ -11,7 +11,7 @@ import engine
 from converters.hf import RoleFormats, convert
 from engine import runtime
 from engine.config import parse_spec
-from engine.errors import ConfigError, NumericsError
+from engine.errors import ConfigError, ExpertReadError, NumericsError
 from engine.sampler import SamplingParams
 from engine.session import Session
 from engine.spec import FixedPolicy, LookupSource, Speculator
@@ -120,8 +120,10 @@ def test_a_stop_text_over_a_draft_and_the_pick_behind_it():
         assert speculator.stats.accepted
 
 
-def test_a_draft_that_cannot_be_run_is_dropped(ring, monkeypatch):
-    """A forward pass that meets NaN in a draft's row says so; plain decode would never have seen that token."""
+@pytest.mark.parametrize("error", [NumericsError, ExpertReadError])
+def test_a_draft_that_cannot_be_run_is_dropped(ring, monkeypatch, error):
+    """A forward pass that meets NaN in a draft's row says so, or that an expert cannot be read; plain decode would
+    never have seen that token."""
     loaded = engine.load(ring, threads=1)
     options = {"max_tokens": 40, "ignore_eos": True}
     plain = spec_tools.run(loaded, list(range(40, 60)), **options)
@@ -131,7 +133,7 @@ def test_a_draft_that_cannot_be_run_is_dropped(ring, monkeypatch):
     def poisoned(ids, *args, **settings):
         if bad in ids.tolist():
             forward(ids, *args, **settings)  # the cache is written before a layer finds out
-            raise NumericsError("layers.1: NaN")
+            raise error("layers.1: NaN")
         return forward(ids, *args, **settings)
 
     class Bad(DraftSource):
@@ -144,7 +146,7 @@ def test_a_draft_that_cannot_be_run_is_dropped(ring, monkeypatch):
     monkeypatch.setattr(loaded.model, "forward", poisoned)
     found = spec_tools.run(loaded, list(range(40, 60)), Speculator([Bad()], FixedPolicy(4)), **options)
     assert found[:4] == plain[:4]
-    with pytest.raises(NumericsError):  # and a token of the text itself still ends it
+    with pytest.raises(error):  # and a token of the text itself still ends it
         spec_tools.run(loaded, [40, bad], Speculator([LookupSource()], FixedPolicy(4)), **options)
 
 

@@ -67,6 +67,19 @@ def test_no_drafts_beyond_the_context_of_either_model(loaded):
     assert len(source.draft(1)) == 1 and source.offer(np.zeros(63, np.int32), 1) and len(source.draft(1)) == 1
 
 
+def test_a_draft_model_with_a_smaller_context(tmp_path):
+    """It drafts up to its end; the text goes on."""
+    target = spec_tools.family(tmp_path / "target", "olmoe")
+    draft = spec_tools.family(tmp_path / "draft", "olmoe", max_position_embeddings=64)
+    loaded = engine.load(target, threads=1, draft_model=draft)
+    options = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
+    plain, found = loaded.generate([5, 6, 7], **options), loaded.generate([5, 6, 7], spec=5, draft=["model"], **options)
+    assert "".join(found) == "".join(plain) and found.token_ids == plain.token_ids
+    # Of 64 positions 3 are the prompt and 1 the first pick: 12 windows of 5; 59 plain steps follow.
+    assert found.stats.spec.report()["windows"] == {1: 59, 5: 12}
+    assert found.stats.spec.accepted == found.stats.spec.drafted == 48
+
+
 def test_the_prompt_is_not_put_down_to_the_first_drafts(loaded):
     source = model_source(loaded)
     text = np.arange(2, 402, dtype=np.int32)

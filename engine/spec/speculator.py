@@ -48,7 +48,7 @@ class SpecStats:
 
     @property
     def tokens(self) -> int:
-        """Emitted: one a round, and the accepted drafts."""
+        """Found: one a round, and the accepted drafts. A stop text may end the text before the last of them."""
         return self.rounds + self.accepted
 
     def unmeasured(self) -> str | None:
