@@ -142,9 +142,15 @@ def _measure(descriptor: int, mode: str, bursts: list[list[tuple[int, int]]], de
             errors.append(error)
             work.barrier.abort()
 
-    threads = [threading.Thread(target=read, args=(worker,)) for worker in range(depth)]
-    for thread in threads:
-        thread.start()
+    threads = []
+    try:
+        for worker in range(depth):
+            thread = threading.Thread(target=read, args=(worker,))
+            thread.start()
+            threads.append(thread)
+    except RuntimeError:  # limits of processes or of address space; those that run wait for the others
+        errors.append(OSError(errno.EAGAIN, f"only {len(threads)} of {depth} threads can be started"))
+        work.barrier.abort()
     for thread in threads:
         thread.join()
     elapsed = time.perf_counter() - started

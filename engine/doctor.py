@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from . import hardware, kernels
+from .config import ISA_VARIABLE
 from .errors import EngineError
 
 FEATURES = ("avx", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
@@ -112,7 +113,7 @@ def check_formats(tier: str | None, problems: list[str]) -> tuple[str | None, li
         context, reference = kernels.Context(tier, 1), kernels.Context("scalar", 1)
         floats = kernels.Context(tier, 1, "float"), kernels.Context("scalar", 1, "float")
     except EngineError as error:
-        problems.append(str(error))
+        problems.append(str(error) + (f"; {ISA_VARIABLE} asks for it: unset it" if tier else ""))
         return None, []
     found = []
     for name in dict.fromkeys(table.name for table in kernels.formats()):
@@ -123,8 +124,9 @@ def check_formats(tier: str | None, problems: list[str]) -> tuple[str | None, li
             continue
         found.append(entry)
         if entry.parity != "equal":
+            todo = "run with --isa scalar, and report it" if context.tier != "scalar" else "install the package again"
             problems.append(
-                f"format {name}: tier {context.tier} does not compute what the scalar tier does: {entry.parity}"
+                f"format {name}: tier {context.tier} does not compute what the scalar tier does: {entry.parity}; {todo}"
             )
     return context.tier, found
 
@@ -185,7 +187,7 @@ def examine(root: str | Path = "/", model: str | Path | None = None) -> dict:
         ],
         "machine_reason": kernels.MACHINE_REASONS.get(platform.machine()),
         "tier": tier,
-        "tier_forced_by": "MILLSTREAM_ISA" if os.environ.get("MILLSTREAM_ISA") else None,
+        "tier_forced_by": ISA_VARIABLE if os.environ.get(ISA_VARIABLE) else None,
         "threads": asdict(threads),
         "memory": memory_report(root),
         "checks": machine_report(root, model, tier, problems),

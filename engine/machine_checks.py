@@ -4,6 +4,7 @@ Each check is one line: what was found, and what to do about it. Only what keeps
 wrong (`ok` False); a setting that could be better is advice.
 """
 
+import errno
 import resource
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from .disk_bandwidth import DiskReport, disk_bandwidth
 from .kernels import Context
 from .memory_lock import may_lock_anything
 
-LITTLE_MEMORY_BYTES = 256 << 20
+LITTLE_MEMORY_BYTES, LITTLE_ADDRESS_SPACE_BYTES = 256 << 20, 1 << 30
+_LIMIT_ERRORS = (errno.EAGAIN, errno.ENOMEM)
 _READER_REQUEST_BYTES = 1 << 20  # about what the streamer asks for at a time
 
 
@@ -50,7 +52,8 @@ def thread_placement(root: str | Path = "/", affinity: set[int] | None = None) -
     smt = "on" if plan.num_allowed > len(plan.cpus) else "off or not visible"
     quota = "no CPU quota" if tightest is None else f"quota {tightest:g} CPUs"
     found = (
-        f"{plan.count} thread{'s' * (plan.count > 1)} on {len(plan.cpus)} physical cores (CPU {cpu_list(plan.cpus)}), "
+        f"{plan.count} thread{'s' * (plan.count > 1)} on {len(plan.cpus)} physical core{'s' * (len(plan.cpus) > 1)} "
+        f"(CPU {cpu_list(plan.cpus)}), "
         f"SMT {smt}, affinity {plan.num_allowed} of {plan.num_online} CPUs, {quota}"
     )
     todo, ok = "", True
@@ -102,12 +105,27 @@ def lock_limit(limit_bytes: int | None = None, unlimited: bool | None = None) ->
     return Check("lock limit", f"{soft / (1 << 20):.4g} MiB", todo, figures={"limit_bytes": soft})
 
 
+def address_space(limit_bytes: int | None = None) -> Check:
+    """RLIMIT_AS, against which mapped model files count. limit_bytes replaces the process's own."""
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0] if limit_bytes is None else limit_bytes
+    if soft == resource.RLIM_INFINITY:
+        return Check("address space", "no limit", figures={"limit_bytes": None})
+    todo = (
+        "lift it (ulimit -v unlimited): model files are mapped and count against it, and the memory plan does not know"
+    )
+    ok = soft >= LITTLE_ADDRESS_SPACE_BYTES
+    return Check("address space", f"{soft / (1 << 30):.4g} GiB (ulimit -v)", todo, ok, {"limit_bytes": soft})
+
+
 def read_memory(context: Context, available_bytes: int) -> Check:
     """GB/s that all threads read together, which bounds decoding of a resident model."""
     size = min(SIZE_BYTES, available_bytes // 4) & ~4095
-    if size < 32 << 20:
+    try:
+        speed = memory_bandwidth(context, size) if size >= 32 << 20 else None
+    except MemoryError:
+        speed = None
+    if speed is None:
         return Check("memory bandwidth", "not measured: too little memory", figures={"gb_per_s": None})
-    speed = memory_bandwidth(context, size)
     threads = f"{context.num_threads} thread{'s' if context.num_threads > 1 else ''}"
     found = f"{speed:.1f} GB/s with {threads}; a token that reads 1 GB takes at least {1e3 / speed:.0f} ms"
     todo = "to decode faster: a smaller format, --spec, or memory in every channel"
@@ -131,12 +149,12 @@ def read_disk(model: str | Path | None = None, measure=disk_bandwidth) -> Check:
     try:
         report = measure(model)
     except OSError as error:
+        limits = "raise the limits of this process (ulimit -u, -v)" if error.errno in _LIMIT_ERRORS else ""
         if model is not None:
-            return Check(
-                "disk", f"{error.filename or model}: {error.strerror}", "check the disk and permissions", False
-            )
-        todo = "--model FILE measures the disk of a model"
-        return Check("disk", f"not measured: no temporary file ({error.strerror})", todo)
+            todo = limits or "check the disk and permissions"
+            return Check("disk", f"{error.filename or model}: {error.strerror}", todo, False)
+        todo = limits or "--model FILE measures the disk of a model"
+        return Check("disk", f"not measured ({error.strerror})", todo)
     depth = report.enough_depth(_READER_REQUEST_BYTES)
     todo = f"for models that are streamed: --readers {depth} is enough here" if depth else ""
     if report.mode == "buffered":
@@ -147,7 +165,7 @@ def read_disk(model: str | Path | None = None, measure=disk_bandwidth) -> Check:
 def check_machine(context: Context | None, root: str | Path = "/", model: str | Path | None = None) -> list[Check]:
     """Every check, one entry each. context: the one whose threads read memory, or None without a usable tier."""
     room = memory_room(root)
-    found = [thread_placement(root), room, huge_pages(root), lock_limit()]
+    found = [thread_placement(root), room, address_space(), huge_pages(root), lock_limit()]
     if context is not None:
         found.append(read_memory(context, room.figures["available_bytes"]))
     return [*found, read_disk(model)]

@@ -1,13 +1,19 @@
 """The machine checks of `millstream doctor`: what they find in made-up machines, and that something wrong is exit 1."""
 
 import errno
+import itertools
 import json
 import os
+import resource
+import shutil
+import subprocess
+import sys
 
 import pytest
+from cli_program import ENVIRONMENT, ROOT
 from click.testing import CliRunner
 
-from engine import disk_bandwidth, doctor, machine_checks
+from engine import disk_bandwidth, doctor, kernels, machine_checks, runtime
 from engine.cli import cli
 from engine.errors import ConfigError
 
@@ -46,6 +52,7 @@ CGROUP = {
             "widen the affinity mask",
             True,
         ),
+        ({3}, "max 100000", ("1 thread on 1 physical core (CPU 3)", "1 of 8"), "widen the affinity mask", True),
         ({0, 1}, "max 100000", ("2 threads on 2", "SMT off", "2 of 8"), "widen the affinity mask", True),
         (
             set(range(8)),
@@ -95,6 +102,45 @@ def test_lock_limit():
     assert "8 MiB" in machine_checks.lock_limit(8 << 20, unlimited=False).line()
     assert "ulimit -l" in machine_checks.lock_limit(8 << 20, unlimited=False).todo
     assert machine_checks.lock_limit(0, unlimited=True).todo == ""
+
+
+def test_address_space():
+    assert machine_checks.address_space(resource.RLIM_INFINITY).line() == "address space: no limit"
+    for gib, ok in ((0.5, False), (1, True)):
+        check = machine_checks.address_space(int(gib * (1 << 30)))
+        assert check.ok == ok and f"{gib} GiB" in check.found and "ulimit -v unlimited" in check.todo
+
+
+def test_memory_that_cannot_be_had_is_not_measured(monkeypatch):
+    def none(context, size):
+        raise MemoryError
+
+    monkeypatch.setattr(machine_checks, "memory_bandwidth", none)
+    check = machine_checks.read_memory(None, 1 << 30)
+    assert check.ok and "not measured" in check.found and check.figures == {"gb_per_s": None}
+
+
+def test_threads_that_cannot_be_started_end_the_measurement(tmp_path):
+    """In a process of its own: readers that wait for one another would never let it end."""
+    (tmp_path / "model.bin").write_bytes(os.urandom(1 << 20))
+    script = """if 1:
+        import sys, threading
+        from engine.machine_checks import read_disk
+        from engine.disk_bandwidth import disk_bandwidth
+        real, started = threading.Thread.start, []
+        def start(thread):
+            started.append(thread)
+            if len(started) > 9:  # two sizes at two depths are 10
+                raise RuntimeError("can't start new thread")
+            real(thread)
+        threading.Thread.start = start
+        print(read_disk(sys.argv[1]).line())
+        print(read_disk(None, lambda none: disk_bandwidth(sys.argv[1])).line())"""
+    command = [sys.executable, "-c", script, str(tmp_path / "model.bin")]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=20, text=True, check=True)
+    wrong, advice = done.stdout.splitlines()
+    assert "only 0 of 1 threads can be started" in advice
+    assert "only 3 of 4 threads can be started -> raise the limits" in wrong
 
 
 def test_disk_reads_cover_sizes_and_depths(tmp_path, monkeypatch):
@@ -192,7 +238,15 @@ def test_command_prints_one_line_each_and_the_same_as_json(tmp_path, monkeypatch
     done = run_doctor(monkeypatch, "--json", "--model", str(file))
     found = json.loads(done.stdout)
     names = [check["name"] for check in found["checks"]]
-    assert names == ["placement", "memory limit", "huge pages", "lock limit", "memory bandwidth", "disk"]
+    assert names == [
+        "placement",
+        "memory limit",
+        "address space",
+        "huge pages",
+        "lock limit",
+        "memory bandwidth",
+        "disk",
+    ]
     assert found["checks"][-1]["figures"]["path"] == str(file)
     assert len(found["checks"][-1]["figures"]["speeds"]) == 9
     assert done.exit_code == (1 if found["problems"] else 0)
@@ -221,6 +275,55 @@ def test_command_fails_below_one_cpu(tmp_path, monkeypatch):
     done = run_doctor(monkeypatch, "--json")
     assert done.exit_code == 1
     assert any("quota 0.5 CPUs" in problem for problem in json.loads(done.stdout)["problems"])
+
+
+def one_format(monkeypatch):
+    tables = [table for table in kernels.formats() if table.name == "q8_0"]
+    monkeypatch.setattr(doctor.kernels, "formats", lambda: tables)
+    for name in ("SPEED_BYTES", "COMPACT_SPEED_BYTES"):
+        monkeypatch.setattr(doctor, name, 1)
+    monkeypatch.setattr(doctor, "machine_report", lambda *_: [])
+
+
+@pytest.mark.parametrize("tier", ["scalar", None])
+def test_command_fails_on_a_wrong_kernel_and_says_what_to_do(monkeypatch, tier):
+    right, calls = doctor._Product.__call__, itertools.count()
+
+    def wrong(self, num_tokens):
+        y = right(self, num_tokens)
+        y[-1, -1] += next(calls)  # differs from call to call, on every tier
+        return y
+
+    one_format(monkeypatch)
+    monkeypatch.setattr(doctor._Product, "__call__", wrong)
+    if tier:
+        monkeypatch.setenv("MILLSTREAM_ISA", tier)
+    done = CliRunner().invoke(cli, ["doctor"])
+    text = " ".join(done.stdout.split())
+    assert done.exit_code == 1 and "does not compute what the scalar tier does: 1 of 264 values differ; " in text
+    best = CliRunner().invoke(cli, ["doctor", "--json"])
+    used = json.loads(best.stdout)["tier"]
+    assert ("install the package again" if used == "scalar" else "run with --isa scalar") in text
+
+
+def test_command_fails_on_a_broken_shipped_model(tmp_path, monkeypatch):
+    broken = shutil.copytree(runtime.SHIPPED_MODEL, tmp_path / "model")
+    weights = max(broken.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with weights.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff")
+    one_format(monkeypatch)
+    monkeypatch.setattr(runtime, "SHIPPED_MODEL", broken)
+    done = CliRunner().invoke(cli, ["doctor"])
+    assert done.exit_code == 1 and "shipped model: NOT USABLE" in done.stdout
+    assert "install the package again" in done.stdout
+
+
+def test_a_tier_the_environment_asks_for_in_vain_says_so(monkeypatch):
+    one_format(monkeypatch)
+    monkeypatch.setenv("MILLSTREAM_ISA", "mmx")
+    done = CliRunner().invoke(cli, ["doctor"])
+    assert done.exit_code == 1 and "MILLSTREAM_ISA asks for it: unset it" in done.stdout
 
 
 def test_reports_are_no_wider_than_a_hundred_columns():
