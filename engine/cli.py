@@ -1,7 +1,7 @@
 """The command line: arguments to subcommands, errors to one line and an exit code. No model code.
 
-Exit codes: 0 done; 1 doctor found a problem, or the output could not be written; 2 the input, an option or a file is
-wrong; 130 interrupted; 141 the reader of stdout went away.
+Exit codes: 0 done; 1 doctor found a problem, bench --compare a drop, or the output could not be written; 2 the input,
+an option or a file is wrong; 130 interrupted; 141 the reader of stdout went away.
 """
 
 import errno

@@ -226,8 +226,9 @@ def section(report: dict, profiler, title: str = "millstream profile") -> str:
         _stacked(prefill["phases"], prefill["wall_s"], 0, "time of the prefill by phase"),
     ]
     key = f'<p class="key">{key}</p>'
+    body.append(f'<p class="verdict">{escape(report["verdict"])}</p>')
     if profiler.rounds:
-        body += [f'<p class="verdict">{escape(report["verdict"])}</p>', key, *average, *prompt]
+        body += [key, *average, *prompt]
         body += [*_over_tokens(profiler.rounds), *_kernels(decode["kernels"], "while decoding")]
     else:
         body += [key, *prompt, *_kernels(prefill["kernels"], "in the prefill")]

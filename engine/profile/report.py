@@ -5,11 +5,13 @@ when all native calls, drafting and verification are taken away, and in the whol
 rounds; `other` is what no clock of a part saw: printing, and what the caller did between tokens.
 """
 
+import math
 import statistics
 from collections import defaultdict
 
 from .kernel_table import kernels, kernels_by_layer
 from .places import DRAFT, MTP
+from .verdict import setup, verdict
 
 STEP_PHASES = (
     "embed", "attention", "router", "expert_gate_up", "quantize", "expert_down", "read_wait", "head", "sample",
@@ -23,7 +25,6 @@ _MLP_FUNCTIONS = {
     "moe_experts_combine": "expert_down", "moe_check_finite": "expert_down", "moe_add_gated": "expert_down",
     "moe_rmsnorm": "router",
 }  # fmt: skip
-DISK_BOUND, PYTHON_BOUND, MEMORY_BOUND = 0.3, 0.15, 0.6  # shares of the decode time; of the bandwidth
 
 
 def _phase(section: str, tag: str, function: str) -> str:
@@ -121,50 +122,11 @@ def _io(counts: dict) -> dict | None:
 
 
 def _distribution(rounds: list[dict]) -> dict:
-    times = sorted((r["end"] - r["start"]) / 1e6 / r["tokens"] for r in rounds)
+    """ms per token; each token of a round took an equal part of it."""
+    times = sorted(t for r in rounds for t in [(r["end"] - r["start"]) / 1e6 / r["tokens"]] * r["tokens"])
     if not times:
         return {"p50": None, "p95": None, "max": None}
-    return {
-        "p50": statistics.median(times),
-        "p95": times[min(len(times) - 1, int(0.95 * len(times)))],
-        "max": times[-1],
-    }
-
-
-def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
-    """What bounds decoding, and what to change."""
-    decode = profile["decode"]
-    wall, phases = decode["wall_s"], decode["phases"]
-    if not wall:
-        return "nothing was decoded"
-    share = {name: seconds / wall for name, seconds in phases.items()}
-    if share["read_wait"] > DISK_BOUND:
-        return (
-            f"bound by the disk: {share['read_wait']:.0%} of decoding waits for experts; give more memory (--ram), or "
-            "convert to a smaller format"
-        )
-    drafting = sum(profile["detail"]["decode"].get("draft", {}).values()) / wall  # native: of a model that drafts
-    if drafting > DISK_BOUND:
-        return (
-            f"bound by drafting: {share['draft']:.0%} of decoding; fewer rows (--spec), a smaller draft model, or "
-            "--draft lookup; --spec auto drafts only where it pays"
-        )
-    python = share["python"] + max(share["draft"] - drafting, 0.0)
-    if python > PYTHON_BOUND:
-        return (
-            f"bound by Python: {python:.0%} of decoding; the model is small, --spec auto makes several tokens per step"
-        )
-    rate = decode["weight_gb_s"] or 0.0
-    if bandwidth_gb_s and rate > MEMORY_BOUND * bandwidth_gb_s:
-        return (
-            f"bound by memory bandwidth: weights come at {rate:.1f} GB/s, this machine reads {bandwidth_gb_s:.1f}; a "
-            "smaller format or --spec auto helps, more threads do not"
-        )
-    largest = max(("attention", "expert_gate_up", "expert_down", "head", "router"), key=lambda p: share[p])
-    return (
-        f"bound by compute: {largest} takes {share[largest]:.0%}, weights come at {rate:.1f} GB/s; more threads "
-        "(--threads) help while cores are free, --spec auto shares the work of a step"
-    )
+    return {"p50": statistics.median(times), "p95": times[math.ceil(0.95 * len(times)) - 1], "max": times[-1]}
 
 
 def profile_report(profiler, generation, wall_s: float, load_s: float, bandwidth_gb_s: float | None = None) -> dict:
@@ -191,7 +153,7 @@ def profile_report(profiler, generation, wall_s: float, load_s: float, bandwidth
     num_rounds = len(profiler.rounds)
     busy = [ns / 1e9 for ns in profiler.busy_ns]
     computing = prefill_s + decode_s
-    weights = kernels(profiler, "decode")
+    weights, spec = kernels(profiler, "decode"), stats.spec and stats.spec.report()
     report = {
         "wall_s": wall_s,
         "phases": {name: phases[name] for name in PHASES},
@@ -223,7 +185,8 @@ def profile_report(profiler, generation, wall_s: float, load_s: float, bandwidth
         "threads": {"busy_s": busy, "utilisation": [b / computing if computing else 0.0 for b in busy]},
         "experts": profiler.experts,
         "streamer": engine.stream.stats() if engine.stream else None,
-        "spec": stats.spec and stats.spec.report(),
+        "spec": spec,
+        "setup": setup(engine, spec),
         "memory_gb_s": bandwidth_gb_s,
         "model": str(engine.files.path),
         "isa": engine.context.tier,

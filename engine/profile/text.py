@@ -77,7 +77,7 @@ def _layers(report: dict, stage: str) -> list[str]:
 
 
 def format_report(report: dict, by_layer: bool = False, parts: tuple = ("run", "prefill", "decode")) -> str:
-    """The profile as text for a terminal. parts: what of it; the verdict is one on decoding."""
+    """The profile as text for a terminal. parts: what of it; the verdict is one on decoding, where there was any."""
     decode = report["decode"]
     lines = _table("profile: whole run", report["wall_s"], report["phases"], 0, "") if "run" in parts else []
     if "prefill" in parts:
@@ -89,6 +89,6 @@ def format_report(report: dict, by_layer: bool = False, parts: tuple = ("run", "
             lines += _layers(report, stage)
     use = ", ".join(f"{u:.0%}" for u in report["threads"]["utilisation"])
     lines.append(f"threads busy: {use}")
-    if "decode" in parts:
+    if "decode" in parts or not decode["rounds"]:
         lines.append(f"verdict: {report['verdict']}")
     return "\n".join(lines)
