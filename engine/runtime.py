@@ -25,7 +25,6 @@ from .spec.draft_model import ModelSource, check_same_tokens
 from .spec.mtp import MtpSource, MtpState
 from .tokenizer import Tokenizer
 from .weights import open_model
-from .weights.architectures import expert_ids
 from .weights.base import ModelFiles
 from .weights.loader import WeightLoader
 from .weights.stream_loader import StreamLoader
@@ -157,8 +156,10 @@ class Engine:
         return DraftCut.of_stream(self.stream) if self.stream and self.options.cut_drafts else None
 
     def _expert_bytes(self) -> int:
-        layer = next((layer for layer, _ in expert_ids(self.files.tensors)), None)
-        return 0 if layer is None else expert_bytes(self, layer)[0]
+        """Of one expert, on average: a file may keep those of some layers in wider formats."""
+        c = self.model.config
+        sizes = [expert_bytes(self, n)[0] for n in range(c.num_hidden_layers) if n not in c.dense_layers]
+        return round(sum(sizes) / len(sizes)) if sizes else 0
 
     def _draft_sources(self, names: Sequence[str] | None, sampling: SamplingParams) -> list:
         if names is None:

@@ -215,3 +215,16 @@ def test_a_draft_model_with_other_tokens_is_refused(tiny_snapshot):
         engine.load(threads=1, draft_model=other)
     done = run("generate", "x", "-n", 4, "--spec", 4, "--draft-model", other)
     assert_error(done, "--draft-model: token 0 is", "both need the same tokens")
+
+
+def test_extra_bytes_of_layers_in_different_formats(tmp_path):
+    """An expert counts as one of the layers' mean; a dense model has none."""
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    gguf_models.write_gguf(tmp_path / "mixed.gguf", "gqa_norm", {"blk.0.*exps": q8, "blk.1.ffn_down_exps": q8})
+    loaded = engine.load(tmp_path / "mixed.gguf", threads=1, expert_layout="compact")
+    matrix, small = 64 * 64 * 4, 64 * 64 * 34 // 32
+    assert loaded.generate("x", spec=4).stats.spec.expert_bytes == (4 * small + 5 * matrix) // 3
+    dense = engine.load(spec_tools.family(tmp_path, "llama"), threads=1)
+    found = dense.generate([5, 6, 7] * 4, spec=4, max_tokens=20, ignore_eos=True)
+    "".join(found)
+    assert found.stats.spec.expert_bytes == 0 and found.stats.spec.report()["experts_per_round"] == 0

@@ -29,7 +29,7 @@ class SpecStats:
     windows: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
     window_ms: list[float] = field(default_factory=lambda: [0.0] * (MAX_ROWS + 1))
     window_experts: list[int] = field(default_factory=lambda: [0] * (MAX_ROWS + 1))
-    expert_bytes: int = 0  # of one expert, as kernels read it
+    expert_bytes: int = 0  # of one expert on average, as kernels read it
     offered_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     sources: dict[str, SourceStats] = field(default_factory=dict)
