@@ -1,16 +1,17 @@
 """Finds the settings that are fastest for a model on this machine, and remembers them beside the model.
 
-One setting after the other is tried against the best so far, both arms in turns on the user's prompt; a candidate
-stays only if it is at least 3 % faster and decodes the same tokens. At the end the winner runs against the defaults.
+One candidate after the other runs against the best so far, both in turns on the user's prompt. It stays only if it is
+at least 3 % faster, faster in every round, and decodes the same tokens. At the end the winner meets the defaults.
 """
 
 import json
 import os
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .atomic_file import AtomicFile, beside
-from .bench import EngineArm, Result, Test, measure
+from .bench import EngineArm
 from .config import TUNE_ENDING
 from .errors import ConfigError
 from .experts.history import model_fingerprint
@@ -18,19 +19,29 @@ from .hardware import cpu_model
 
 MAGIC, VERSION = "millstream-tune", 1
 MIN_GAIN = 1.03
-TUNED = ("threads", "expert_layout", "io", "readers", "cache_policy", "lookahead", "spec")
+HOPELESS = 0.97  # of the best so far: slower in the first round, and there is no second
+SPECULATION = ("spec", "draft", "draft_model")  # these belong together
+TUNED = ("threads", "expert_layout", "io", "readers", "cache_policy", "lookahead", *SPECULATION)
+WINDOWS = (2, 4, 8)
+MEASURE_SECONDS, FEWEST_TOKENS, MOST_TOKENS = 4.0, 16, 64  # of one measurement
+
+
+def label(changes: dict) -> str:
+    """ "spec 4, draft mtp" for people."""
+    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in changes.items())
 
 
 @dataclass
 class Trial:
-    """One comparison: median tok/s of the best so far and of the candidate."""
+    """One comparison. changes: the candidate's settings, beside those of the best so far. before, after: median tok/s
+    of the best so far and of the candidate; ratio: median of the rounds' ratios. 0.0 when it could not run."""
 
-    setting: str
-    value: object
-    before: float
-    after: float
-    kept: bool
-    why: str
+    changes: dict
+    before: float = 0.0
+    after: float = 0.0
+    ratio: float = 0.0
+    kept: bool = False
+    why: str = ""
 
 
 @dataclass
@@ -47,84 +58,131 @@ def streams(engine) -> bool:
     return engine.stream is not None and engine.stream.plan.num_slots < engine.stream.plan.num_experts
 
 
-def candidates(engine) -> list[tuple[str, list]]:
-    """(setting, values to try) in order; what only matters when experts are streamed is left out otherwise."""
+def candidates(engine, draft_model: str | None = None) -> list[dict]:
+    """Settings to try, in order; what only matters when experts are streamed is left out otherwise. A candidate of one
+    draft source names it, as those that run after it could not tell."""
     cpus = os.cpu_count() or 1
     threads = sorted({1, max(1, cpus // 2), cpus, engine.context.num_threads} - {engine.context.num_threads})
-    found = [("threads", threads)]
+    found = [{"threads": n} for n in threads]
     if streams(engine):
-        found += [
-            ("io", [mode for mode in ("direct", "buffered", "mmap") if mode != engine.stream.expert_files.mode]),
-            ("readers", [2, 8, 16]),
-            ("cache_policy", ["lru", "lfu"]),
-            ("lookahead", ["on", "off"]),
-        ]
+        now = engine.stream.expert_files.mode
+        found += [{"io": mode} for mode in ("direct", "buffered", "mmap") if mode != now]
+        found += [{"readers": n} for n in (2, 8, 16)]
+        found += [{"cache_policy": name} for name in ("lru", "lfu")]
+        found += [{"lookahead": mode} for mode in ("on", "off")]
     elif engine.expert_layout.name == "compact":
-        found.append(("expert_layout", ["fast"]))
-    return [*found, ("spec", ["auto"])]
+        found.append({"expert_layout": "fast"})
+    found += [{"spec": rows} for rows in ("auto", *WINDOWS)]
+    if engine.files.mtp_names:
+        found += [{"spec": "auto", "draft": "lookup,mtp"}, *({"spec": n, "draft": "mtp"} for n in WINDOWS[:2])]
+    if draft_model is not None:
+        given = {"draft_model": str(Path(draft_model).resolve())}
+        found += [{"spec": "auto", "draft": "lookup,model"} | given]
+        found += [{"spec": n, "draft": "model"} | given for n in WINDOWS]
+    return found
 
 
-class _PromptArm(EngineArm):
-    """Decodes behind the user's prompt in place of fixed ids."""
-
-    def __init__(self, name, model, options, positions, prompt_ids):
-        super().__init__(name, model, options, positions)
-        self._prompt = prompt_ids
-
-    def decode(self, ids, tokens):
-        return super().decode(self._prompt, tokens)
+def tokens_to_decode(engine, ids) -> int:
+    """Tokens of a measurement that takes about MEASURE_SECONDS, from a short run."""
+    generation = engine.generate(list(ids), max_tokens=5, temperature=0.0, ignore_eos=True)
+    for _ in generation:
+        pass
+    wanted = int(MEASURE_SECONDS * generation.stats.decode_tok_s)
+    return max(FEWEST_TOKENS, min(MOST_TOKENS, wanted, engine.max_context - len(ids) - 1))
 
 
-def _compare(model, best: dict, changed: dict, ids, tokens: int, repeat: int, progress) -> tuple[Result, Result]:
-    positions, arms = len(ids) + tokens + 1, []
-    try:
-        for name, options in (("best", best), ("candidate", changed)):
-            arms.append(_PromptArm(name, model, dict(options), positions, ids))
-        before, after = measure(arms, [Test("decode", tokens, len(ids))], repeat, progress)
-    finally:
-        for arm in arms:
-            arm.close()
-    return before, after
+class Arms:
+    """Two engines with settings of their own, side by side. Those that are wanted again stay open: the best so far."""
+
+    def __init__(self, model, ids, tokens: int, repeat: int):
+        self.model, self.ids, self.tokens, self.repeat = model, ids, tokens, repeat
+        self._open: dict[str, EngineArm] = {}
+
+    def compare(self, best: dict, changed: dict, progress) -> list[tuple[float, float]]:
+        """(tok/s of the best, of the candidate) of every round; of the first only where the candidate is hopeless.
+
+        progress: called with how many of the 2 * (repeat + 1) measurements are done. Raises ConfigError when they
+        decode different tokens, or one cannot run.
+        """
+        arms = self._arms(best, changed)
+        rounds, done = [], 0
+        for turn in range(self.repeat + 1):
+            found = {}
+            for number in (0, 1) if turn % 2 else (1, 0):
+                found[number] = arms[number].decode(self.ids, self.tokens)
+                done += 1
+                progress(done)
+            if found[0][1] != found[1][1]:
+                raise ConfigError("other tokens")
+            if turn:  # the one before pays for first use
+                rounds.append((self.tokens / found[0][0], self.tokens / found[1][0]))
+                if turn == 1 and rounds[0][1] < HOPELESS * rounds[0][0]:
+                    break
+        return rounds
+
+    def close(self, *but: str) -> None:
+        """Give back the memory of all but those with such settings."""
+        for name in [name for name in self._open if name not in but]:
+            self._open.pop(name).close()
+
+    def _arms(self, *settings: dict) -> list[EngineArm]:
+        self.close(*map(label, settings))
+        if any(streams(arm.engine) for arm in self._open.values()):
+            self.close()  # what a cache has seen of the text would count
+        for one in settings:
+            if label(one) not in self._open:
+                options = one | ({"draft": one["draft"].split(",")} if "draft" in one else {})
+                arm = EngineArm(label(one), self.model, options, len(self.ids) + self.tokens + 1)
+                self._open[label(one)] = arm
+                if not streams(arm.engine):
+                    arm.decode(self.ids, self.tokens)  # experts are re-coded at their second use
+        return [self._open[label(one)] for one in settings]
 
 
-def tune(model, choices: list[tuple[str, list]], ids, tokens: int, repeat: int, base: dict, say=lambda trial: None,
+def _judged(changes: dict, rounds: list[tuple[float, float]]) -> Trial:
+    before, after = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
+    ratios = [candidate / best for best, candidate in rounds]
+    ratio = statistics.median(ratios)
+    if ratio < MIN_GAIN:
+        return Trial(changes, before, after, ratio, False, f"not {MIN_GAIN - 1:.0%} faster")
+    if min(ratios) <= 1:
+        return Trial(changes, before, after, ratio, False, "not faster in every round")
+    return Trial(changes, before, after, ratio, True, "faster")
+
+
+def tune(model, trials: list[dict], ids, tokens: int, repeat: int, base: dict, say=lambda trial: None,
          progress=lambda done, total, what: None) -> Outcome:  # fmt: skip
-    """Try every one of `choices` (see `candidates`) on the prompt `ids`. base: options that stay, such as ram.
+    """Try every one of `trials` (see `candidates`) on the prompt `ids`. base: options that stay, such as ram.
 
     say: called with each Trial. progress: with measurements done, how many there are, and what is tried.
     """
     outcome, trial_size = Outcome(), 2 * (repeat + 1)
-    trials = [(setting, value) for setting, values in choices for value in values]
-    total = (len(trials) + 1) * trial_size
+    total, arms = (len(trials) + 1) * trial_size, Arms(model, ids, tokens, repeat)
 
     def compare(number, best, changed, what):
-        def report(done, _total):
-            progress(number * trial_size + done, total, what)
+        progress(number * trial_size, total, what)
+        return arms.compare(best, changed, lambda done: progress(number * trial_size + done, total, what))
 
-        report(0, total)
-        return _compare(model, best, changed, ids, tokens, repeat, report)
-
-    for number, (setting, value) in enumerate(trials):
-        best, changed = base | outcome.settings, base | outcome.settings | {setting: value}
-        try:
-            before, after = compare(number, best, changed, f"{setting} {value}")
-        except ConfigError as error:  # it cannot run like this, or decodes something else
-            trial = Trial(setting, value, 0.0, 0.0, False, str(error))
-        else:
-            faster = after.median >= MIN_GAIN * before.median
-            why = "faster" if faster else f"not {MIN_GAIN - 1:.0%} faster"
-            trial = Trial(setting, value, before.median, after.median, faster, why)
-        outcome.trials.append(trial)
-        say(trial)
-        if trial.kept:
-            outcome.settings[setting] = value
-    if outcome.settings:
-        before, after = compare(len(trials), base, base | outcome.settings, "the winner against the defaults")
-        outcome.gain = after.median / before.median
-        if outcome.gain < MIN_GAIN:  # what looked better one by one is not better together
-            outcome.settings = {}
-    else:
-        progress(total, total, "done")
+    try:
+        for number, changes in enumerate(trials):
+            best = base | outcome.settings
+            try:
+                trial = _judged(changes, compare(number, best, best | changes, label(changes)))
+            except ConfigError as error:  # it cannot run like this, or decodes something else
+                trial = Trial(changes, why=str(error))
+            outcome.trials.append(trial)
+            say(trial)
+            if trial.kept:
+                outcome.settings |= changes
+        if outcome.settings:
+            rounds = compare(len(trials), base, base | outcome.settings, "the winner against the defaults")
+            last = _judged(outcome.settings, rounds)
+            outcome.gain = last.ratio
+            if not last.kept:  # what looked better one by one is not better together
+                outcome.settings = {}
+    finally:
+        arms.close()
+    progress(total, total, "done")
     return outcome
 
 
@@ -162,4 +220,7 @@ def load_settings(files) -> tuple[dict, str | None]:
     settings = content.get("settings")
     if not isinstance(settings, dict) or set(settings) - set(TUNED):
         return {}, f"note: {path}: not used: unknown settings"
+    draft_model = settings.get("draft_model")
+    if draft_model is not None and not Path(draft_model).exists():
+        return {}, f"note: {path}: not used: its draft model {draft_model} is not there"
     return settings, None

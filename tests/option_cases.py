@@ -73,6 +73,10 @@ TUNE = {
     ],
     "prompt_file": [case("--prompt-file {prompt}", r"^prompt: 3 tokens")],
     "ram": [case("--ram 0.5", r"so --ram changes nothing")],
+    "draft_model": [
+        case("--draft-model {model}", r"^spec 2, draft model, draft-model .*: "),
+        case("--draft-model {config}", refused="expected a snapshot directory"),
+    ],
     "max_tokens": [case("-n 9", r"and 9 to decode"), case("-n 9999999", refused="exceed the context")],
     "repeat": [case("--repeat 2", r"2 measured rounds")],
     "dry_run": [case("--dry-run", r"^dry run: nothing is written")],

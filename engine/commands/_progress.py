@@ -8,8 +8,10 @@ from ._output import note, size
 PLAIN_INTERVAL_S = 5.0
 
 
-def _amount(number: float, unit: str) -> str:
-    return size(number) if unit == "bytes" else f"{number:,.0f} {unit}"
+def _rate(number: float, unit: str) -> str:
+    if unit != "bytes" and 0 < number < 1:
+        return f"{1 / number:.1f} s each"
+    return f"{size(number) if unit == 'bytes' else f'{number:,.0f} {unit}'}/s"
 
 
 def _parts(done: float, total: float, unit: str) -> str:
@@ -57,12 +59,12 @@ class Meter:
         rate = done / elapsed
         left = f"{_duration((total - done) / rate)} left" if rate else ""
         if self._bar is not None:
-            text = f"{_parts(done, total, self._unit)}, {_amount(rate, self._unit)}/s"
+            text = f"{_parts(done, total, self._unit)}, {_rate(rate, self._unit)}"
             self._bar.update(self._task, completed=done, total=total, rate=text, left=left)
         elif done >= total or now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
             percent = 100 * done / total if total else 100
             note(
                 f"{self._label}: {_parts(done, total, self._unit)} ({percent:.0f} %), "
-                f"{_amount(rate, self._unit)}/s, {left}" + (f" - {detail}" if detail else "")
+                f"{_rate(rate, self._unit)}, {left}" + (f" - {detail}" if detail else "")
             )

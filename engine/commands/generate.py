@@ -194,7 +194,7 @@ def generate(
     _conversation.check_chat_options(context["chat"], context["chat_template"], context["system"])
     run = Run(read_prompt(prompt, prompt_file), as_json, _profile.Profiling(_profile.take(options)))
     try:
-        spec = _tuned.apply(click_context, runtime, spec)
+        spec, draft = _tuned.apply(click_context, runtime, spec, draft)
         choices = _speculation.spec_choices(spec, draft, runtime["draft_model"], runtime["cut_drafts"])
         runtime["mtp"] = "mtp" in choices["draft"]
         limits = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos}

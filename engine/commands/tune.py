@@ -19,13 +19,14 @@ DEFAULT_PROMPT = "Once upon a time there was a miller who lived by a stream, and
 @click.option("--prompt", metavar="TEXT", help="The prompt (default: the beginning of a tale).")
 @click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from a file.")
 @click.option("--ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="As in generate.")
-@click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=64, show_default=True, metavar="N",
-              help="Tokens to decode in each measurement.")  # fmt: skip
+@click.option("--draft-model", metavar="DIR", help="A small model with the same tokens that may draft.")
+@click.option("--max-tokens", "-n", type=click.IntRange(min=8), metavar="N",
+              help="Tokens to decode in each measurement (default: those of about 4 s, 16 to 64).")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
               help="Measured rounds.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print, write nothing.")
 @_options.json_option
-def tune(model_argument, model, prompt, prompt_file, ram, max_tokens, repeat, dry_run, as_json):
+def tune(model_argument, model, prompt, prompt_file, ram, draft_model, max_tokens, repeat, dry_run, as_json):
     """Try threads, reading modes, cache policies and speculation on MODEL; keep what is at least 3 % faster.
 
     Every candidate must decode the same tokens. The settings are written beside the model, and `generate` uses them
@@ -36,10 +37,12 @@ def tune(model_argument, model, prompt, prompt_file, ram, max_tokens, repeat, dr
     model = _options.one_model(model, model_argument)
     given = prompt is not None or prompt_file is not None
     text = read_prompt(prompt, prompt_file) if given else DEFAULT_PROMPT
-    loaded = _streaming.load(model, ram=ram)
+    loaded = _streaming.load(model, ram=ram, draft_model=draft_model)  # a draft model that cannot be is refused here
     note(_options.describe(loaded))
     _streaming.print_plan(loaded)
     ids = loaded.tokenizer.encode(text) or [0]
+    if max_tokens is None:
+        max_tokens = tuning.tokens_to_decode(loaded, ids)
     if len(ids) + max_tokens + 1 > loaded.max_context:
         room = loaded.max_context
         raise ConfigError(f"tune: {len(ids)} prompt tokens and {max_tokens} more exceed the context of {room}")
@@ -47,16 +50,17 @@ def tune(model_argument, model, prompt, prompt_file, ram, max_tokens, repeat, dr
     note(f"prompt: {len(ids)} tokens, and {max_tokens} to decode, {rounds}")
     if dry_run:
         note("dry run: nothing is written")
-    base, files, choices = _base(loaded, ram, tuning.streams(loaded)), loaded.files, tuning.candidates(loaded)
+    base, files = _base(loaded, ram, tuning.streams(loaded)), loaded.files
+    trials = tuning.candidates(loaded, draft_model)
     del loaded  # its memory is for those that are compared
     gc.collect()
     with Meter("tune", "measurements") as meter:
-        outcome = tuning.tune(model, choices, ids, max_tokens, repeat, base, lambda t: note(_line(t)), meter.update)
+        outcome = tuning.tune(model, trials, ids, max_tokens, repeat, base, lambda t: note(_line(t)), meter.update)
     path = None if dry_run or not outcome.settings else tuning.save(files, outcome)
     if as_json:
         write_json(dataclasses.asdict(outcome) | {"written": path and str(path)})
         return
-    chosen = ", ".join(f"{k} {v}" for k, v in outcome.settings.items())
+    chosen = tuning.label(outcome.settings)
     write(f"{chosen}: {outcome.gain:.2f} x the defaults\n" if chosen else "the defaults are the fastest\n")
     if path is not None:
         note(f"written: {path}")
@@ -76,5 +80,7 @@ def _base(loaded, ram: float | None, streams: bool) -> dict:
 
 
 def _line(trial) -> str:
-    speeds = f"{trial.before:.2f} -> {trial.after:.2f} tok/s, " if trial.after else ""
-    return f"{trial.setting} {trial.value}: {speeds}{'kept' if trial.kept else trial.why}"
+    from ..tune import label
+
+    speeds = f"{trial.before:.2f} -> {trial.after:.2f} tok/s ({trial.ratio:.2f} x), " if trial.after else ""
+    return f"{label(trial.changes)}: {speeds}{'kept' if trial.kept else trial.why}"
