@@ -208,7 +208,7 @@ def load_settings(files) -> tuple[dict, str | None]:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         return {}, None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, f"note: {path}: not used: {error}"
     if not isinstance(content, dict) or content.get("magic") != MAGIC or content.get("version") != VERSION:
         return {}, f"note: {path}: not used: it is no settings file of this version"
@@ -221,6 +221,6 @@ def load_settings(files) -> tuple[dict, str | None]:
     if not isinstance(settings, dict) or set(settings) - set(TUNED):
         return {}, f"note: {path}: not used: unknown settings"
     draft_model = settings.get("draft_model")
-    if draft_model is not None and not Path(draft_model).exists():
+    if draft_model is not None and not Path(str(draft_model)).exists():
         return {}, f"note: {path}: not used: its draft model {draft_model} is not there"
     return settings, None
