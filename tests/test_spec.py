@@ -15,8 +15,9 @@ import engine
 from engine.commands.generate import describe_spec
 from engine.runtime import SHIPPED_MODEL
 from engine.sampler import SamplingParams
-from engine.spec import AutoPolicy, FixedPolicy, LookupSource, Speculator, make_speculator
+from engine.spec import AutoPolicy, FixedPolicy, LookupSource, SpecStats, Speculator, make_speculator
 from engine.spec.probes import OracleSource, RandomSource
+from engine.spec.speculator import SourceStats
 
 GREEDY = spec_tools.GREEDY
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, repeat_penalty=1.1, seed=7)
@@ -214,6 +215,21 @@ def test_report_counts_what_happened(shipped):
     assert found["sources"] == {"oracle": {"drafted": 64, "accepted": 64}} and found["gain"] is None
     # 3 layers of 8 experts, 2 per token: 5 rows use at least 2 and at most 8 of each layer.
     assert 6 <= found["experts_per_round"] <= 24 and found["experts_by_window"] == {5: found["experts_per_round"]}
+
+
+def test_rates_of_the_report():
+    """Ten plain steps of 2 ms and five windows of four rows and 5 ms, of which nine drafts were right."""
+    stats = SpecStats(FixedPolicy(4), expert_bytes=1000)
+    stats.windows[1], stats.window_ms[1], stats.window_experts[1] = 10, 20.0, 60
+    stats.windows[4], stats.window_ms[4], stats.window_experts[4] = 5, 25.0, 70
+    stats.sources = {"lookup": SourceStats(10, 7), "model": SourceStats(5, 2)}
+    found = stats.report()
+    assert (found["rounds"], found["drafted"], found["accepted"], stats.tokens) == (15, 15, 9, 24)
+    assert found["ms_per_round"] == pytest.approx(3.0) and found["tokens_per_round"] == pytest.approx(1.6)
+    assert found["plain_ms_per_token"] == 2.0 and found["ms_by_window"] == {1: 2.0, 4: 5.0}
+    assert found["gain"] == pytest.approx(1.6 / (3.0 / 2.0))
+    assert found["experts_per_round"] == pytest.approx(130 / 15) and found["experts_by_window"] == {1: 6, 4: 14}
+    assert found["extra_expert_bytes"] == 1000 * (70 - 5 * 6)
 
 
 def test_what_was_not_measured_or_not_used_is_said(shipped):

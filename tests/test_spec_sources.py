@@ -165,6 +165,9 @@ def test_the_time_of_drafting_is_told_to_the_policy():
     speculator = Speculator([Slow()], Listening(3))
     speculator.commit(speculator.window(np.array([1, 1], np.int32), 9), 1)
     assert told[0][0] >= told[0][1] >= 2.0
+    speculator.commit(speculator.window(np.array([1, 1], np.int32), 9), 1)
+    assert speculator.stats.draft_s == pytest.approx((told[0][1] + told[1][1]) / 1e3)
+    assert speculator.stats.window_ms[3] == pytest.approx(told[0][0] + told[1][0])
 
 
 # ---- sources that take turns -------------------------------------------------------------------------------
