@@ -21,22 +21,23 @@ LENGTH = {"max_tokens": 90, "ignore_eos": True}
 class AnyCut:
     """Drops rows as chance has it, at any layer."""
 
-    windows = drafts = 0
+    windows = drafts = started = ended = 0
 
     def __init__(self, seed):
         self._random = np.random.default_rng(seed)
 
     def start(self):
-        pass
+        self.started += 1
 
     def begin(self, key, chance):
-        pass
+        assert self.started == 1
 
     def keep_rows(self, block, ids):
         return len(ids) if self._random.random() < 0.6 else int(self._random.integers(1, len(ids) + 1))
 
     def end(self, key, asked, rows, num_accepted, ms):
-        assert num_accepted < rows <= asked
+        assert num_accepted < rows <= asked and self.started == 1
+        self.ended += 1
         self.windows += rows < asked
         self.drafts += asked - rows
 
@@ -54,7 +55,7 @@ def test_rows_may_be_dropped_at_any_layer(tmp_path, monkeypatch, name):
     for rows, source in ((8, "oracle"), (5, "spoiled"), ("auto", "oracle")):
         cut = AnyCut(rows == 5)
         stats = spec_tools.assert_same(loaded, prompt, rows, source, plain, cut=cut, **options)
-        assert stats.report()["cut_windows"] == cut.windows
+        assert stats.report()["cut_windows"] == cut.windows and cut.ended == stats.rounds
         if rows != "auto":
             assert (cut.windows > 3) == bool(loaded.model.config.num_experts)
 
