@@ -5,6 +5,7 @@ A layer of random weights is never right; mtp_models.knowing makes one that alwa
 """
 
 from functools import cache
+from types import SimpleNamespace
 
 import mtp_models
 import numpy as np
@@ -20,7 +21,7 @@ from engine.experts.route_trace import moe_blocks
 from engine.prompt_cache import PromptCache
 from engine.sampler import SamplingParams
 from engine.session import Session
-from engine.spec import LookupSource
+from engine.spec import LookupSource, mtp
 from engine.spec.cut import DraftCut
 from engine.spec.mtp import MtpSource
 from engine.spec.probes import SpoiledSource
@@ -47,12 +48,12 @@ def load(folder):
     return lambda name, kind="random", **options: engine.load(folder(name, kind), mtp=True, threads=1, **options)
 
 
-def source(loaded, sampling):
+def source_of(loaded, sampling=spec_tools.GREEDY):
     return MtpSource(loaded.context, sampling)
 
 
 def assert_same(loaded, ids, rows, plain, sampling, made=None, **options):
-    made = made or source(loaded, sampling)
+    made = made or source_of(loaded, sampling)
     cut = DraftCut.of_stream(loaded.stream) if loaded.stream else None
     return spec_tools.assert_same(loaded, ids, rows, "mtp", plain, made=made, cut=cut, sampling=sampling, **options)
 
@@ -83,7 +84,7 @@ def test_right_drafts_are_kept_and_spoiled_ones_are_not(load, name, sampling):
         assert stats.accepted == stats.drafted  # 100 tokens behind the first
         assert stats.rounds == -(-100 // rows)
     every = golden(name)["config"]["vocab_size"]
-    spoiled = SpoiledSource(source(loaded, sampling), 3, every)
+    spoiled = SpoiledSource(source_of(loaded, sampling), 3, every)
     spoiled.follow = spoiled._inner.follow
     stats = assert_same(loaded, IDS, 4, plain, sampling, spoiled, **options)
     assert stats.drafted * 2 // 3 - 3 <= stats.accepted <= stats.drafted * 2 // 3 + 3
@@ -191,13 +192,55 @@ def test_a_session_that_goes_back_or_is_restored_still_gets_drafts(load, tmp_pat
     assert restored.kv.follower.first == restored.kv.follower.count == 0
 
 
+def test_refused_rows_leave_no_trace_in_later_drafts(load):
+    """Drafts behind a window of which one row was kept are those of a text that never had the others."""
+    loaded, ids = load("glm4_moe"), np.array(IDS + IDS[::-1], np.int32)
+
+    def drafts(source, kv, length):
+        source.follow(kv)
+        assert source.offer(ids[:length], 3) == (3, 0, 0.8)
+        return source.draft(3)
+
+    kv, source = loaded.new_kv(), source_of(loaded)
+    loaded.model.forward(ids[:20], kv, 0)
+    drafts(source, kv, 21)
+    loaded.model.forward(np.array([ids[20], 9, 9, 9], np.int32), kv, 20, "all")
+    kv.truncate(21)
+    fresh = loaded.new_kv()
+    loaded.model.forward(ids[:21], fresh, 0)
+    assert drafts(source, kv, 22) == drafts(source_of(loaded), fresh, 22)
+
+
+def test_drafts_need_the_hidden_state_before_them(load, monkeypatch):
+    """States of positions 3 and 4 wait: texts of 5 and 6 tokens can be gone on from. The first call's time is the
+    prompt's."""
+    source = source_of(load("glm4_moe"))
+    state = SimpleNamespace(first=3, count=2, broken=False)
+    source.follow(SimpleNamespace(follower=state))
+    offers = [source.offer(np.zeros(n, np.int32), 2) for n in range(3, 9)]
+    assert [offer is not None for offer in offers] == [False, False, True, True, False, False]
+    assert source.offer(np.zeros(5, np.int32), 0) is None
+    state.broken = True
+    assert source.offer(np.zeros(5, np.int32), 2) is None
+    clock = iter([0.0, 9.0, 10.0, 10.010, 20.0, 20.030])
+    monkeypatch.setattr(mtp, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    state.align, logits = (lambda position: None), np.zeros((1, 9), np.float32)
+    state.run = lambda token: (None, logits)
+    state.chain = lambda hidden, token, step: (None, logits)
+    for expected in (0.0, 5.0, 0.8 * 5.0 + 0.2 * 15.0):
+        assert source.draft(2) == [0, 0] and source.ms_per_draft == pytest.approx(expected)
+
+
 def test_a_layer_with_a_value_that_is_not_finite_stops_drafting(load, monkeypatch):
+    """Also where the room for hidden states is used up without a draft."""
+    monkeypatch.setattr(runtime, "PREFILL_TOKENS", 8)
     loaded = load("glm4_moe", kind="random")
     plain = spec_tools.run(loaded, IDS, max_tokens=40, ignore_eos=True)
     loaded.model.mtp.norm.array[:] = 1
     loaded.model.mtp.enorm.array[3] = np.nan
     stats = assert_same(loaded, IDS, 4, plain, spec_tools.GREEDY, max_tokens=40, ignore_eos=True)
     assert stats.drafted == 0
+    assert spec_tools.run(loaded, IDS, max_tokens=40, ignore_eos=True)[:4] == plain[:4]
     with pytest.raises(NumericsError, match="layer 3"):
         loaded.model.mtp.forward(np.ones((1, 64), np.float32), np.array([5], np.int32), loaded.new_kv().follower.kv, 0)
 

@@ -15,7 +15,7 @@ from engine import runtime
 from engine.errors import ConfigError
 from engine.runtime import SHIPPED_MODEL
 from engine.sampler import SamplingParams
-from engine.spec import AutoPolicy, FixedPolicy, LookupSource, Speculator
+from engine.spec import AutoPolicy, FixedPolicy, LookupSource, Speculator, draft_model
 from engine.spec.draft_model import ModelSource, check_same_tokens
 from engine.spec.drafts import DraftSource
 
@@ -80,15 +80,15 @@ def test_a_draft_model_with_a_smaller_context(tmp_path):
     assert found.stats.spec.accepted == found.stats.spec.drafted == 48
 
 
-def test_the_prompt_is_not_put_down_to_the_first_drafts(loaded):
-    source = model_source(loaded)
-    text = np.arange(2, 402, dtype=np.int32)
-    source.offer(text, 2)
-    source.draft(2)
-    assert source.ms_per_draft == 0.0
-    source.offer(text, 2)
-    source.draft(2)
-    assert source.ms_per_draft > 0.0
+def test_the_prompt_is_not_put_down_to_the_first_drafts(loaded, monkeypatch):
+    """Two drafts in 10 ms, then in 30 ms, of which a fifth weighs."""
+    source, text = model_source(loaded), np.arange(2, 402, dtype=np.int32)
+    clock = iter([0.0, 9.0, 10.0, 10.010, 20.0, 20.030])
+    monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    for expected in (0.0, 5.0, 0.8 * 5.0 + 0.2 * 15.0):
+        source.offer(text, 2)
+        source.draft(2)
+        assert source.ms_per_draft == pytest.approx(expected)
 
 
 def test_the_time_of_drafting_is_no_cost_of_the_window():
