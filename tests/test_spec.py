@@ -84,6 +84,20 @@ def test_every_length_ends_where_plain_decode_ends(shipped, plain, rows):
     spec_tools.assert_same(shipped, "And the word", rows, "oracle", expected, **options)
 
 
+@pytest.mark.parametrize("length", [1, 2, 53, 62, 63])
+def test_the_room_of_a_small_context(length):
+    """A prompt of one token, and one that leaves room for one; limits below, at and beyond what is left."""
+    loaded, prompt = engine.load(threads=1, ctx=64), list(range(2, 2 + length))
+    room = 64 - length
+    for max_tokens in {1, room - 1, room, room + 1, None} - {0}:
+        options = {"max_tokens": max_tokens, "ignore_eos": True}
+        expected = spec_tools.run(loaded, prompt, **options)
+        assert len(expected[0]) == min(max_tokens or room, room)
+        assert expected[1] == ("context" if max_tokens is None or max_tokens > room else "length")
+        for rows in (2, 8):
+            spec_tools.assert_same(loaded, prompt, rows, "oracle", expected, **options)
+
+
 def test_an_end_of_text_token_inside_a_window_ends_the_text(shipped, monkeypatch):
     expected = spec_tools.run(shipped, "In the", max_tokens=64)
     monkeypatch.setattr(shipped.tokenizer, "eos_ids", {expected[0][9]})

@@ -199,3 +199,37 @@ def test_what_was_dropped_was_not_wrong():
         cut.end(("test", 0), 4, 4, 1, 11.0)  # and these that the second is wrong
     cut.begin(("test", 0), 0.9)
     assert cut.keep_rows(block(), routing([1, 2], [3, 4], [5, 6], [7, 8])) == 2
+
+
+def test_times_and_misses_of_the_past_fade():
+    """Reads took 10 ms each at first, and 0.1 ms in the 40 steps since."""
+    cut, ids = cutter(chance=0.3, read_ms=10.0), routing([1, 2], [3, 4])
+    assert cut.keep_rows(block(), ids) == 1
+    for _ in range(40):
+        cut._cache.waited += 1.0
+        cut._cache.counters.misses += 10
+        cut.end(None, 1, 1, 0, 11.0)
+    cut.begin(("test", 0), 0.3)
+    assert cut.keep_rows(block(), ids) == 2
+
+
+def test_the_first_layer_knows_what_a_draft_usually_misses():
+    cut, ids = cutter(layers=12, chance=0.3), routing([1, 2, 5, 6], [3, 4, 7, 8])
+    for expert in (3, 4, 7, 8):
+        cut._cache.slot_of[expert] = 0
+    assert cut.keep_rows(block(), ids) == 2  # nothing missing here, nothing known of the others
+    for _ in range(3):
+        cut.begin(("test", 0), 0.3)
+        for layer in range(12):
+            cut.keep_rows(block(layer), ids)
+        cut.end(("test", 0), 2, 1, 0, 10.0)
+    cut.begin(("test", 0), 0.3)
+    assert cut.keep_rows(block(), ids) == 1
+
+
+def test_figures_of_what_was_cut():
+    cut = cutter()
+    for asked, kept in ((4, 4), (4, 2), (8, 1), (1, 1)):
+        cut.begin(("test", 0), 0.5)
+        cut.end(("test", 0), asked, kept, 0, 10.0)
+    assert (cut.windows, cut.drafts) == (2, 9)

@@ -188,3 +188,24 @@ def test_acceptance_follows_what_drafts_are_like_now():
         for _ in range(200):
             acceptance.update(7, accepted)
         assert fewest < acceptance.tokens[8] < most
+
+
+def test_trials_become_rarer_until_one_succeeds():
+    """32 rounds apart, then 64; a draft that was right starts that again."""
+
+    def gaps(right, rounds):
+        _, _, used = simulate(policy, right, rounds, lambda rows: 1 + 0.05 * (rows - 1))
+        return np.diff(np.nonzero(np.array(used) > 1)[0]).tolist()
+
+    policy = AutoPolicy()
+    assert gaps(lambda i: False, 1500)[-8:] == [64] * 8
+    assert gaps(lambda i: True, 100)[-8:] == [1] * 8
+    again = [gap for gap in gaps(lambda i: False, 600) if gap >= 32]
+    assert again[0] < 64 and set(again[1:]) == {64}
+
+
+def test_the_costs_are_not_weighed_every_round_where_nothing_pays(monkeypatch):
+    asked, choose = [], AutoPolicy._choose
+    monkeypatch.setattr(AutoPolicy, "_choose", lambda *args: asked.append(1) or choose(*args))
+    simulate(AutoPolicy(), lambda i: False, 1000, lambda rows: 1 + 3.0 * (rows - 1))
+    assert 20 < len(asked) < 1000 / 8 + 20
