@@ -33,7 +33,8 @@ struct worker {
 };
 
 struct busy { /* one thread writes it; a cache line each */
-    _Alignas(64) _Atomic int64_t ns;
+    _Alignas(64) int64_t ns;
+    int64_t waited_ns; /* of the first, the caller: for workers, in the call that runs */
 };
 
 struct moe_pool {
@@ -53,7 +54,6 @@ struct moe_pool {
     int num_threads;
     int num_started; /* workers, without the caller */
     int timing;      /* changed between batches only */
-    int64_t waited_ns; /* of the call that runs: its caller, for workers */
     struct busy *busy; /* [num_threads] */
     pid_t owner;
     struct worker *workers;
@@ -100,10 +100,6 @@ static int spin_until(atomic_int *value, int wanted) {
 
 static int in_child(const struct moe_pool *pool) { return pool->owner != getpid(); }
 
-static void add_busy(struct busy *busy, int64_t ns) {
-    atomic_store_explicit(&busy->ns, atomic_load_explicit(&busy->ns, memory_order_relaxed) + ns, memory_order_relaxed);
-}
-
 /* Claim and run tasks until none is left, then report them all at once. */
 static void run_tasks(struct moe_pool *pool, int worker) {
     int left = atomic_load(&pool->unclaimed), done = 0;
@@ -115,9 +111,8 @@ static void run_tasks(struct moe_pool *pool, int worker) {
         done++;
         left = atomic_load(&pool->unclaimed);
     }
-    int last = done && atomic_fetch_sub(&pool->unfinished, done) == done;
-    if (started) add_busy(&pool->busy[worker], moe_now_ns() - started); /* nobody waits for that any more */
-    if (!last) return;
+    if (started) pool->busy[worker].ns += moe_now_ns() - started;
+    if (!done || atomic_fetch_sub(&pool->unfinished, done) != done) return;
     /* Pairs with wait_done: either this load sees the sleeper or the sleeper sees zero (sequential consistency). */
     if (!atomic_load(&pool->caller_sleeps)) return;
     pthread_mutex_lock(&pool->sleep_lock);
@@ -174,7 +169,7 @@ struct moe_pool *moe_pool_create(int num_threads) {
     pool->workers = calloc((size_t)num_threads, sizeof *pool->workers);
     pool->busy = aligned_alloc(64, (size_t)num_threads * sizeof *pool->busy);
     if (!pool->workers || !pool->busy) { free(pool->workers); free(pool->busy); free(pool); return 0; }
-    for (int i = 0; i < num_threads; i++) atomic_init(&pool->busy[i].ns, 0);
+    for (int i = 0; i < num_threads; i++) pool->busy[i] = (struct busy){0};
     pthread_mutex_init(&pool->call_lock, 0);
     pthread_mutex_init(&pool->sleep_lock, 0);
     pthread_cond_init(&pool->work_ready, 0);
@@ -211,7 +206,7 @@ static void wait_done(struct moe_pool *pool) {
         atomic_store(&pool->caller_sleeps, 0);
         pthread_mutex_unlock(&pool->sleep_lock);
     }
-    if (started) pool->waited_ns += moe_now_ns() - started;
+    if (started) pool->busy[0].waited_ns += moe_now_ns() - started;
 }
 
 void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg) {
@@ -241,8 +236,7 @@ void moe_time_tasks(struct moe_pool *pool, int on) { pool->timing = on; }
 
 void moe_busy_times(struct moe_ctx *ctx, int64_t *busy_ns) {
     moe_lock(ctx);
-    for (int i = 0; i < ctx->pool->num_threads; i++)
-        busy_ns[i] = atomic_load_explicit(&ctx->pool->busy[i].ns, memory_order_relaxed);
+    for (int i = 0; i < ctx->pool->num_threads; i++) busy_ns[i] = ctx->pool->busy[i].ns;
     moe_unlock(ctx);
 }
 
@@ -275,8 +269,9 @@ uint32_t moe_enter_call(struct moe_ctx *ctx, const char *function, const void *s
 int moe_leave(struct moe_ctx *ctx, uint32_t saved, int status) {
     set_float_mode(saved);
     if (ctx->log) {
-        add_busy(&ctx->pool->busy[0], moe_end_call(ctx->log) - ctx->pool->waited_ns);
-        ctx->pool->waited_ns = 0;
+        struct busy *caller = &ctx->pool->busy[0];
+        caller->ns += moe_end_call(ctx->log) - caller->waited_ns;
+        caller->waited_ns = 0;
     }
     moe_unlock(ctx);
     return status;

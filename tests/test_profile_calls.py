@@ -22,6 +22,8 @@ from engine.errors import KernelError, NumericsError
 from engine.kernels import ffi, lib
 from engine.layers import Linear
 from engine.profile import Profiler, recorder
+from engine.profile.call_sums import CallSums, Spans, Timeline
+from engine.profile.places import Places, address
 from engine.profile.recording import CALL, EXPERT_USE, context_calls
 from engine.runtime import SHIPPED_MODEL
 
@@ -255,8 +257,11 @@ def test_one_profiler_at_a_time(loaded):
             pass
         assert context_calls(loaded.context).take()[0].size == 0  # the first goes on
     half = engine.load(threads=1, expert_slots=12, history=False)
-    with Profiler(half), pytest.raises(KernelError), Profiler(half):
+    cache = half.stream.cache.handle
+    assert lib.moe_streamer_record(cache, 1) == 0
+    with pytest.raises(KernelError, match="in use"), Profiler(half):  # its context records, then not
         pass
+    assert lib.moe_streamer_record(cache, 0) == 0
     assert counts(run(half)) and counts(run(loaded))
 
 
@@ -291,6 +296,35 @@ def test_a_step_that_breaks_off_leaves_the_next_ones_right(loaded, monkeypatch, 
         assert profiler.unfinished_ns["decode"] > 0
     else:
         assert profiler.unfinished_ns == {"prefill": 0, "decode": 0} and len(generation.token_ids) == 40
+
+
+def test_calls_of_a_draft_model_are_not_told_by_addresses(loaded):
+    """Both models may have mapped the same file."""
+    places, calls = Places(loaded.model), np.zeros(4, CALL)
+    norm, embed = loaded.model.blocks[1].input_layernorm.ptr, loaded.model.embed_tokens.cdata
+    calls["subject"] = [address(embed), address(norm), 0, address(norm)]
+    name = ffi.new("char[]", b"moe_made_up")
+    calls["function"], calls["start"], calls["end"] = address(name), [1, 3, 5, 7], [2, 4, 6, 8]
+    never, own = Spans([], []), np.array([True, False, True, True])
+    found = CallSums(places).add(calls, own, np.empty(0, EXPERT_USE), Timeline(None, never, never, never))
+    assert [places.all[n] for n in found.place] == [("embed", -1, ""), ("", -1, ""), ("embed", -1, ""),
+                                                    ("attention", 1, "")]  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_are_busy_in_calls_and_not_waiting(threads):
+    several, seen = engine.load(threads=threads), []
+    for _ in range(20):  # on a machine with other work nobody may have waited
+        generation = several.generate(list(range(3, 403)), max_tokens=1)
+        with Profiler(several) as profiler:
+            profiler.attach(generation)
+            list(generation)
+        called = sum(ns for ns, _ in profiler.times.values())
+        seen.append((called, profiler.busy_ns))
+        assert threads > 1 or profiler.busy_ns == [called]
+        if threads == 1 or all(0 < busy < called for busy in profiler.busy_ns):
+            return
+    pytest.fail(f"(ns in calls, ns busy): {seen}")
 
 
 def test_the_loop_makes_no_calls_for_the_profiler(loaded):

@@ -67,10 +67,10 @@ class CallSums:
         self.experts_run: dict = defaultdict(int)
         self.experts = {layer: np.zeros(count, np.int64) for layer, count in places.num_experts.items()}
         self._numbers: dict[int, int] = {}  # address of a function's name -> its number
-        self._lookup, self._running = Lookup({}), 0  # the section in which the last calls ended
+        self._lookup = Lookup({})
 
     def add(self, calls: np.ndarray, own: np.ndarray, experts: np.ndarray, timeline: Timeline) -> Sorted:
-        """Take in calls by start (see Recording.take); timeline: of the time in which they were made."""
+        """Take in calls by start (see Recording.take), of whole forward passes; timeline: of their time."""
         function, start = self._functions(calls["function"].copy()), calls["start"].copy()  # one after the other
         rounds = timeline.rounds.index_of(start)
         stage = np.where(rounds >= 0, STAGES.index("decode"), _NOWHERE)
@@ -119,17 +119,14 @@ class CallSums:
         return found
 
     def _places(self, subjects: np.ndarray, function: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """What a call works with decides; else the section that runs."""
+        """What a call works with decides; else the section that runs, none at first."""
         outside = self.places.all.index(OUTSIDE)
         place = np.where(own, self.places.find(subjects), outside)
         ends = self.functions.index(ENDS) if ENDS in self.functions else -1
         place[function == ends] = outside
         changes = own & (self.places.begins[place] & (place >= 0) | (function == ends))
         last = np.maximum.accumulate(np.where(changes, np.arange(len(place)), -1))
-        running = np.where(last >= 0, place[last], self._running)
-        if len(place):
-            self._running = int(running[-1])
-        return np.where(place >= 0, place, running)
+        return np.where(place >= 0, place, np.where(last >= 0, place[last], outside))
 
     def _sum(self, found: Sorted, calls: np.ndarray) -> None:
         places, functions = self.places.all, self.functions

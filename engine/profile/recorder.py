@@ -28,25 +28,27 @@ class _TimedSpeculator:
 
     def __init__(self, profiler, speculator):
         self._profiler, self._speculator, self.stats = profiler, speculator, speculator.stats
-        self._note, self._counts = profiler.notes.extend, profiler.stream_counts
+        self._window, self._commit, self._note = speculator.window, speculator.commit, profiler.notes.extend
 
     def start(self, *args):
         self._speculator.start(*args)
         self._profiler.end_prefill()
 
-    def window(self, text, room):
-        clock, note = time.perf_counter_ns, self._note
-        note((clock(),))
-        window = self._speculator.window(text, room)
-        note((clock(), len(text)))
+    def window(self, text, room, clock=time.perf_counter_ns):
+        self._note((clock(),))
+        window = self._window(text, room)
+        self._note((clock(), len(text)))
         return window
 
-    def commit(self, window, num_picked, experts_used):
-        clock = time.perf_counter_ns
+    def commit(self, window, num_picked, experts_used, clock=time.perf_counter_ns):
         started = clock()
-        self._speculator.commit(window, num_picked, experts_used)
-        self._note((started, clock(), len(window.ids), num_picked, *self._counts()))
-        self._profiler.end_round()
+        self._commit(window, num_picked, experts_used)
+        self._note((started, clock(), len(window.ids), num_picked))
+        profiler = self._profiler
+        if profiler.cache is not None:
+            self._note(profiler.stream_counts())
+        if len(profiler.notes) >= profiler.max_notes:
+            profiler.between_rounds()
 
 
 class Profiler:
@@ -85,11 +87,10 @@ class Profiler:
         self._restore: list = []
         self._following = Spans([], [])
         self._prefill_end: int | None = None
-        cache = engine.stream.cache if engine.stream else None
-        self._raw, self._cache = ffi.new("struct moe_stream_stats *"), cache
-        self.stream_counts = self._no_counts if cache is None else self._counts
-        self._width = len(_ROUND) + (0 if cache is None else len(_STREAM))
-        self._max_notes = self._width * max(1, MAX_KEPT // len(engine.model.blocks))
+        self.cache = engine.stream.cache if engine.stream else None
+        self._raw = ffi.new("struct moe_stream_stats *")
+        self._width = len(_ROUND) + (0 if self.cache is None else len(_STREAM))
+        self.max_notes = self._width * max(1, MAX_KEPT // len(engine.model.blocks))
 
     @property
     def times(self) -> dict:
@@ -191,30 +192,25 @@ class Profiler:
         self._prefill_end = time.perf_counter_ns()
         self._end_stage()
 
-    def end_round(self) -> None:
-        """What the profiler does here is in no round."""
-        if len(self.notes) >= self._max_notes:
-            started = time.perf_counter_ns()
-            self._add_up(started)
-            self.python["decode", "profiler"] += time.perf_counter_ns() - started
+    def between_rounds(self) -> None:
+        """Much has been noted. What the profiler does here is in no round."""
+        started = time.perf_counter_ns()
+        self._add_up(started)
+        self.python["decode", "profiler"] += time.perf_counter_ns() - started
 
     def _busy(self) -> list[int]:
         found = ffi.new("int64_t[]", self.engine.context.num_threads)
         lib.moe_busy_times(self.engine.context.handle, found)
         return list(found)
 
-    @staticmethod
-    def _no_counts() -> tuple:
-        return ()
-
-    def _counts(self) -> tuple:
+    def stream_counts(self) -> tuple:
         """_STREAM of now."""
-        raw, counters = self._raw, self._cache.counters
-        lib.moe_streamer_stats(self._cache.handle, raw)
+        raw, counters = self._raw, self.cache.counters
+        lib.moe_streamer_stats(self.cache.handle, raw)
         return counters.hits, counters.misses, raw.bytes, raw.wait_ns
 
     def _stream_counters(self) -> dict:
-        found = self._cache.stats() if self._cache else {}
+        found = self.cache.stats() if self.cache else {}
         return {name: found[name] for name in STREAM_COUNTERS if name in found}
 
     def _end_stage(self) -> None:
@@ -254,7 +250,7 @@ class Profiler:
     def _add_rounds(self, rows: np.ndarray, native: list[dict]) -> None:
         for row, sections in zip(rows.tolist(), native, strict=False):
             noted = dict(zip(_ROUND, row, strict=False))
-            stream = dict(zip(_STREAM, row[len(_ROUND) :], strict=True)) if self._cache else None
+            stream = dict(zip(_STREAM, row[len(_ROUND) :], strict=True)) if self.cache else None
             self.rounds.append({
                 **{name: noted[name] for name in ("start", "end", "rows", "tokens", "position")},
                 "native": sections, "stream": stream,
