@@ -105,8 +105,8 @@ void moe_parallel(struct moe_ctx *ctx, int num_tasks, moe_task_fn fn, void *arg)
 void *moe_scratch(struct moe_ctx *ctx, size_t bytes);
 /* Round to nearest with subnormals on, for threads that are not the pool's. */
 void moe_float_defaults(void);
-/* Bracket of every public call: takes the context's lock, sets round-to-nearest with subnormals on, and restores. Records
- * the call where that is wanted; `subject` is what says whose it is (struct moe_call). */
+/* Bracket of every public call: takes the context's lock, sets round-to-nearest with subnormals on, and restores.
+ * Records the call where that is wanted; `subject` is what says whose it is (struct moe_call). */
 #define moe_enter(ctx) moe_enter_call(ctx, __func__, 0)
 #define moe_enter_for(ctx, subject) moe_enter_call(ctx, __func__, subject)
 uint32_t moe_enter_call(struct moe_ctx *ctx, const char *function, const void *subject);

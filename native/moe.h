@@ -139,13 +139,13 @@ struct moe_calls {
     int64_t num_calls, num_experts;
     int64_t lost;                         /* for want of memory */
 };
-/* Begin to record the calls of a context, and the time of its tasks; or end it and forget what was not taken. Off is how
- * a context starts; then a call looks at one pointer more. MOE_IN_USE: somebody records already. */
+/* Begin to record the calls of a context, and the time of its tasks; or end it and forget what was not taken. Off is
+ * how a context starts; then a call looks at one pointer more. MOE_IN_USE: somebody records already. */
 int moe_record(struct moe_ctx *ctx, int on);
 /* What was recorded since the last time. It may be looked at until the next one, or until recording ends. */
 void moe_take_calls(struct moe_ctx *ctx, struct moe_calls *taken);
-/* busy_ns [num_threads]: ns in which each thread computed while calls were recorded; the first is the callers', in calls
- * and not waiting for the others. */
+/* busy_ns [num_threads]: ns in which each thread computed while calls were recorded; the first is the callers', in
+ * calls and not waiting for the others. */
 void moe_busy_times(struct moe_ctx *ctx, int64_t *busy_ns);
 
 /* ---- weights (linear.c) ---- */

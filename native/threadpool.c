@@ -106,7 +106,7 @@ static void run_tasks(struct moe_pool *pool, int worker) {
     int64_t started = 0;
     while (left > 0) {
         if (!atomic_compare_exchange_weak(&pool->unclaimed, &left, left - 1)) continue;
-        if (!done && worker && pool->timing) started = moe_now_ns(); /* holding a task: the batch's fields can be read */
+        if (!done && worker && pool->timing) started = moe_now_ns(); /* a task is held: the batch can be read */
         pool->fn(pool->arg, pool->num_tasks - left, worker);
         done++;
         left = atomic_load(&pool->unclaimed);

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__SANITIZE_THREAD__) /* some twenty times slower: small matrices, the best tier only */
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__) /* much slower: small matrices, the best tier only */
 enum { SANITIZED = 1, H = 256, I = 256, E = 3, V = 1001, CAPACITY = 128, MAX_FORMATS = 4 };
 #else
 enum { SANITIZED = 0, H = 512, I = 256, E = 3, V = 3001, CAPACITY = 192, MAX_FORMATS = 99 };
