@@ -166,15 +166,18 @@ def machine_report(root: str | Path, model: str | Path | None, tier: str | None,
     return [{**asdict(check), "line": check.line()} for check in checks]
 
 
-def examine(root: str | Path = "/", model: str | Path | None = None) -> dict:
-    """The whole report, ready for JSON; `problems` is empty when all is well. model: whose disk is measured."""
+def examine(root: str | Path = "/", model: str | Path | None = None, isa: str | None = None) -> dict:
+    """The whole report, ready for JSON; `problems` is empty when all is well. model: whose disk is measured. isa: the
+    tier to examine; raises KernelError for one that does not run here."""
     from . import __version__
     from .config import RuntimeConfig
 
+    if isa is not None:
+        kernels.Context(isa, 1)
     problems: list[str] = []
     flags = hardware.cpu_flags(root)
     threads = hardware.usable_cpus(root)
-    tier, formats = check_formats(RuntimeConfig().isa, problems)
+    tier, formats = check_formats(RuntimeConfig(isa=isa).isa, problems)
     return {
         "version": __version__,
         "python": platform.python_version(),
@@ -187,7 +190,7 @@ def examine(root: str | Path = "/", model: str | Path | None = None) -> dict:
         ],
         "machine_reason": kernels.MACHINE_REASONS.get(platform.machine()),
         "tier": tier,
-        "tier_forced_by": ISA_VARIABLE if os.environ.get(ISA_VARIABLE) else None,
+        "tier_forced_by": "--isa" if isa else ISA_VARIABLE if os.environ.get(ISA_VARIABLE) else None,
         "threads": asdict(threads),
         "memory": memory_report(root),
         "checks": machine_report(root, model, tier, problems),

@@ -121,6 +121,10 @@ INSPECT = {
 KERNELS = {"as_json": [_tool("--json", r'"kernels": ', text=True)]}
 DOCTOR = {
     "model": [_tool("--model {gguf}", r"(?s)^disk: .*\(\S+tiny.gguf")],
+    "isa": [
+        _tool("--isa scalar", r"scalar: runs here  <- in use \(forced by --isa\)"),
+        _tool("--isa mmx", refused="tier 'mmx' is unknown"),
+    ],
     "as_json": [_tool("--json", r'"checks": ', text=True)],
 }
 TOOLS = {

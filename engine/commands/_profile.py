@@ -72,8 +72,10 @@ class Profiling:
             yield
 
     def finish(self, generation) -> None:
-        """Print and write what was asked for."""
+        """Print and write what was asked for. generation: None where the run ended before there was one."""
         if self._profiler is None:
+            if any(self._wanted.values()):
+                note("profile: nothing was recorded, the run ended before its first token")
             return
         wall_s, wanted = time.perf_counter() - self._started, self._wanted  # what follows is no part of the run
         from ..bandwidth import memory_bandwidth

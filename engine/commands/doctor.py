@@ -69,13 +69,14 @@ def as_text(found: dict) -> str:
 @click.option(
     "--model", "-m", metavar="FILE", help="Measure the disk that this model is on (default: a temporary file)."
 )
+@_options.isa_option
 @_options.json_option
 @click.pass_context
-def doctor(click_context, model, as_json):
+def doctor(click_context, model, isa, as_json):
     """Check CPU, threads, limits, disk, kernels and the shipped model. Exit code 1 when something is wrong."""
     from ..doctor import examine
 
-    found = examine(model=model)
+    found = examine(model=model, isa=isa)
     if as_json:
         write_json(found)
     else:

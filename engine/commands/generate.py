@@ -158,8 +158,7 @@ class Run:
             note(self.cache.save())
         _recoding.print_summary(self.loaded)
         _streaming.print_summary(self.loaded)
-        if self.generation is not None:
-            self.profiling.finish(self.generation)
+        self.profiling.finish(self.generation)
 
 
 @click.command()

@@ -1,0 +1,63 @@
+"""Profiles from the command line: what ends early, what was only a prefill, what the clock covers."""
+
+import json
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from engine import bandwidth
+from engine.cli import cli
+from engine.commands import _streaming
+
+
+def generate(*args):
+    return CliRunner().invoke(cli, ["generate", "He said,", "--ignore-eos", *map(str, args)])
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """When the memory's bandwidth was asked for."""
+    asked = []
+
+    def measure(context):
+        asked.append(time.perf_counter())
+        time.sleep(0.02)
+        return 10.0
+
+    monkeypatch.setattr(bandwidth, "memory_bandwidth", measure)
+    return asked
+
+
+def test_a_run_that_ends_while_it_loads_says_that_there_is_no_profile(monkeypatch, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_streaming, "load", interrupted)
+    done = generate("--profile-json", tmp_path / "p.json")
+    assert done.exit_code == 130 and "profile: nothing was recorded" in done.stderr
+    assert not (tmp_path / "p.json").exists()
+    assert "profile" not in generate().stderr
+
+
+def test_what_follows_the_run_is_not_in_its_time(tmp_path, measured):
+    started = time.perf_counter()
+    assert generate("-n", 4, "--profile-json", tmp_path / "p.json").exit_code == 0
+    assert 0 < json.loads((tmp_path / "p.json").read_text())["wall_s"] <= measured[0] - started
+
+
+def test_a_prefill_alone_has_a_verdict(tmp_path):
+    done = generate("-n", 1, "--profile", "--profile-html", tmp_path / "p.html")
+    verdict = next(line for line in done.stderr.splitlines() if line.startswith("verdict: "))
+    assert done.exit_code == 0 and " of the prefill" in verdict and "decoding" not in verdict
+    assert " of the prefill" in (tmp_path / "p.html").read_text()
+
+
+def test_a_run_of_no_tokens_has_a_profile(tmp_path):
+    files = [f"--{name}={tmp_path / name}" for name in ("profile-json", "profile-html", "trace")]
+    done = generate("-n", 0, "--profile-layers", *files)
+    assert done.exit_code == 0, done.exception
+    report = json.loads((tmp_path / "profile-json").read_text())
+    assert report["verdict"] == "nothing was computed" and report["prefill"]["wall_s"] == 0.0
+    assert sum(report["phases"].values()) == pytest.approx(report["wall_s"])
+    assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
