@@ -57,16 +57,16 @@ class Result:
 
 
 class EngineArm:
-    """millstream with some options."""
+    """millstream with some options. progress: called with bytes done and bytes in all while experts are read."""
 
     note = None  # what a reader of the figures must know
 
-    def __init__(self, name: str, model, options: dict, positions: int):
+    def __init__(self, name: str, model, options: dict, positions: int, progress=None):
         from .runtime import load
 
         runtime, sampling, self.speculation = split_options(options)
         self.name, self.sampling = name, SamplingParams(**sampling)
-        self.engine = load(model, **runtime)
+        self.engine = load(model, progress, **runtime)
         self.positions = min(positions, self.engine.max_context)
         self.vocab_size = self.engine.model.config.vocab_size
         self._session = None
@@ -130,12 +130,13 @@ def fixed_ids(count: int, vocab_size: int) -> np.ndarray:
 
 
 def measure(
-    arms: list, tests: list[Test], repeat: int, progress=lambda done, total: None, afterwards=None
+    arms: list, tests: list[Test], repeat: int, progress=lambda done, total, what: None, afterwards=None
 ) -> list[Result]:
     """One Result per test and arm. Raises ConfigError when two arms of this engine decode different tokens, although
     they are alike in arithmetic, keys and values and settings of draws.
 
-    afterwards: called with (test, arm, ids) when a test's rounds are done, for each arm.
+    progress: called with measurements done, how many there are, and the name of the test. afterwards: with (test, arm,
+    ids) when a test's rounds are done, for each arm.
     """
     results = {(t.name, a.name): Result(t.name, a.name) for t in tests for a in arms}
     texts: dict[tuple, tuple[str, list[int]]] = {}
@@ -155,24 +156,30 @@ def measure(
                 if turn:
                     results[test.name, arm.name].samples.append(test.tokens / seconds)
                 done += 1
-                progress(done, total)
+                progress(done, total, test.name)
         for arm in arms if afterwards else ():
             afterwards(test, arm, test.ids(arm.vocab_size))
     return list(results.values())
 
 
 def report(results: list[Result], arms: list, command: str) -> dict:
-    """For --json: machine, arms, and every sample."""
+    """For --json: machine, arms, every sample, and the ratio to the first arm: the median of the rounds' ratios, since
+    a machine that gets slower or faster from round to round does it to all arms."""
     first = arms[0].name
-    base = {r.test: r.median for r in results if r.arm == first}
+    base = {r.test: r.samples for r in results if r.arm == first}
     return {
         "command": command,
         "cpu": cpu_model(),
         "arms": {arm.name: arm.describe() for arm in arms},
         "results": [
-            asdict(r) | {"median": r.median, "spread": r.spread, "ratio": r.median / base[r.test]} for r in results
+            asdict(r) | {"median": r.median, "spread": r.spread, "ratio": _ratio(r.samples, base[r.test])}
+            for r in results
         ],
     }
+
+
+def _ratio(samples: list[float], base: list[float]) -> float:
+    return statistics.median(own / other for own, other in zip(samples, base, strict=True))
 
 
 def table(content: dict) -> list[list[str]]:

@@ -98,13 +98,13 @@ class Arms:
         self.model, self.ids, self.tokens, self.repeat = model, ids, tokens, repeat
         self._open: dict[str, EngineArm] = {}
 
-    def compare(self, best: dict, changed: dict, progress) -> list[tuple[float, float]]:
+    def compare(self, best: dict, changed: dict, progress, loading=None) -> list[tuple[float, float]]:
         """(tok/s of the best, of the candidate) of every round; of the first only where the candidate is hopeless.
 
-        progress: called with how many of the 2 * (repeat + 1) measurements are done. Raises ConfigError when they
-        decode different tokens, or one cannot run.
+        progress: called with how many of the 2 * (repeat + 1) measurements are done. loading: with bytes done and bytes
+        in all while experts are read before. Raises ConfigError when they decode different tokens, or one cannot run.
         """
-        arms = self._arms(best, changed)
+        arms = self._arms(best, changed, loading=loading)
         rounds, done = [], 0
         for turn in range(self.repeat + 1):
             found = {}
@@ -125,14 +125,14 @@ class Arms:
         for name in [name for name in self._open if name not in but]:
             self._open.pop(name).close()
 
-    def _arms(self, *settings: dict) -> list[EngineArm]:
+    def _arms(self, *settings: dict, loading=None) -> list[EngineArm]:
         self.close(*map(label, settings))
         if any(streams(arm.engine) for arm in self._open.values()):
             self.close()  # what a cache has seen of the text would count
         for one in settings:
             if label(one) not in self._open:
                 options = one | ({"draft": one["draft"].split(",")} if "draft" in one else {})
-                arm = EngineArm(label(one), self.model, options, len(self.ids) + self.tokens + 1)
+                arm = EngineArm(label(one), self.model, options, len(self.ids) + self.tokens + 1, loading)
                 self._open[label(one)] = arm
                 if not streams(arm.engine):
                     arm.decode(self.ids, self.tokens)  # experts are re-coded at their second use
@@ -160,8 +160,12 @@ def tune(model, trials: list[dict], ids, tokens: int, repeat: int, base: dict, s
     total, arms = (len(trials) + 1) * trial_size, Arms(model, ids, tokens, repeat)
 
     def compare(number, best, changed, what):
-        progress(number * trial_size, total, what)
-        return arms.compare(best, changed, lambda done: progress(number * trial_size + done, total, what))
+        start = number * trial_size
+        progress(start, total, what)
+        return arms.compare(
+            best, changed, lambda done: progress(start + done, total, what),
+            lambda done, nbytes: progress(start, total, f"{what}: loading, {100 * done // max(nbytes, 1)} %"),
+        )  # fmt: skip
 
     try:
         for number, changes in enumerate(trials):

@@ -42,6 +42,13 @@ def test_arms_take_turns_and_the_first_round_does_not_count():
     assert [row["ratio"] for row in content["results"]] == [1.0, 0.5, 1.0]
 
 
+def test_ratios_are_those_of_rounds():
+    """A machine that is half as fast in the second round, and a third in the third, changes both arms alike."""
+    arms = [FakeArm(name, []) for name in "ab"]
+    results = [bench.Result("t", "a", [12.0, 6.0, 4.0, 3.0]), bench.Result("t", "b", [18.0, 9.0, 6.0, 9.0])]
+    assert [row["ratio"] for row in bench.report(results, arms, "x")["results"]] == [1.0, 1.5]
+
+
 def test_arms_are_named_options_of_the_right_kind():
     assert bench_arms.parse_arm("spec=auto, threads=2,ram=1.5,lock=on,isa=avx2") == {
         "spec": "auto", "threads": 2, "ram": 1.5, "lock": True, "isa": "avx2"

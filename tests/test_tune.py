@@ -28,7 +28,7 @@ class Fake:
         self.repeat = repeat
         return self
 
-    def compare(self, best, changed, progress):
+    def compare(self, best, changed, progress, loading=None):
         found = [self.speeds(options) for options in (best, changed)]
         if None in found:
             raise tune.ConfigError("other tokens")
@@ -123,14 +123,14 @@ class Clocked:
 @pytest.mark.parametrize(("seconds", "decoded"), [(1.0, 4), (1.04, 2), (0.5, 4)])
 def test_hopeless_candidates_run_once(monkeypatch, seconds, decoded):
     best, candidate, seen = Clocked(1.0), Clocked(seconds), []
-    monkeypatch.setattr(tune.Arms, "_arms", lambda self, *settings: [best, candidate])
+    monkeypatch.setattr(tune.Arms, "_arms", lambda self, *settings, loading=None: [best, candidate])
     rounds = tune.Arms(None, [1], 8, 3).compare({}, {}, seen.append)
     assert best.decoded == candidate.decoded == decoded == len(rounds) + 1
     assert rounds[0] == (8.0, 8 / seconds) and seen == list(range(1, 2 * decoded + 1))
 
 
 def test_other_tokens_are_an_error(monkeypatch):
-    monkeypatch.setattr(tune.Arms, "_arms", lambda self, *settings: [Clocked(1.0), Clocked(1.0, (1, 3))])
+    monkeypatch.setattr(tune.Arms, "_arms", lambda self, *settings, loading=None: [Clocked(1.0), Clocked(1.0, (1, 3))])
     with pytest.raises(tune.ConfigError, match="other tokens"):
         tune.Arms(None, [1], 8, 3).compare({}, {}, lambda done: None)
 

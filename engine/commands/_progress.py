@@ -57,14 +57,14 @@ class Meter:
         now = time.monotonic()
         elapsed = max(now - self._start, 1e-9)
         rate = done / elapsed
-        left = f"{_duration((total - done) / rate)} left" if rate else ""
+        text, left = _parts(done, total, self._unit), ""
         if self._bar is not None:
-            text = f"{_parts(done, total, self._unit)}, {_rate(rate, self._unit)}"
-            self._bar.update(self._task, completed=done, total=total, rate=text, left=left)
+            if rate:
+                text, left = f"{text}, {_rate(rate, self._unit)}", f"{_duration((total - done) / rate)} left"
+            self._bar.update(self._task, completed=done, total=total, rate=text, left=f"{left} {detail}".strip())
         elif done >= total or now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
             percent = 100 * done / total if total else 100
-            note(
-                f"{self._label}: {_parts(done, total, self._unit)} ({percent:.0f} %), "
-                f"{_rate(rate, self._unit)}, {left}" + (f" - {detail}" if detail else "")
-            )
+            if rate:
+                left = f", {_rate(rate, self._unit)}, {_duration((total - done) / rate)} left"
+            note(f"{self._label}: {text} ({percent:.0f} %){left}" + (f" - {detail}" if detail else ""))

@@ -10,6 +10,7 @@ from click.core import ParameterSource
 from ..errors import ConfigError
 from . import _bench_profile, _options, _profile
 from ._output import note, read_text_file, require_writable, table, write, write_file, write_json
+from ._progress import Meter
 
 
 class Numbers(click.ParamType):
@@ -64,11 +65,6 @@ def _save(option: str, path: str | None, text: str) -> None:
         note(f"written: {path}")
 
 
-def _progress(done: int, total: int) -> None:
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r{done} of {total} measurements", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
 @click.command()
 @_options.model_argument
 @click.option("--prefill", type=Numbers(), default="128,512", show_default=True, help="Prompt lengths.")
@@ -114,7 +110,8 @@ def bench(click_context, model_argument, compare, as_json, **options):
     note(_options.describe(arms[0].engine))
     for line in (arm.note for arm in arms if arm.note):
         note(line)
-    results = measuring.measure(arms, tests, options["repeat"], _progress, profiling.collector)
+    with Meter("bench", "measurements") as meter:
+        results = measuring.measure(arms, tests, options["repeat"], meter.update, profiling.collector)
     content = measuring.report(results, arms, shlex.join(["millstream", *sys.argv[1:]]))
     for arm in arms:
         arm.close()
@@ -152,7 +149,10 @@ def _arms(measuring, options: dict, positions: int) -> list:
     model, against = options["model"], options["against"]
     if against and not str(model).endswith(".gguf"):
         raise ConfigError("--against llama.cpp needs a model that is a .gguf file")
-    arms = [measuring.EngineArm(name, model, arm, positions) for name, arm in parsed]
+    arms = []
+    for name, arm in parsed:
+        with Meter(f"{name}, experts") as meter:
+            arms.append(measuring.EngineArm(name, model, arm, positions, meter.update))
     room = min(arm.engine.max_context for arm in arms)
     if positions > room:
         raise ConfigError(f"bench: {positions} positions are needed, the model's context holds {room}")
