@@ -7,6 +7,7 @@ behind a context of d. Token ids are fixed, so every arm does the same work; wha
 import csv
 import gc
 import io
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
@@ -210,6 +211,27 @@ def as_text(content: dict) -> str:
         "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) + "\n"
         for row in rows
     )
+
+
+def check_result(content, where: str) -> None:
+    """Raise ConfigError for what is no result of `report`, as far as `compare` looks at it."""
+    try:
+        for r in content["results"]:
+            figures = r["median"], r["spread"], *r["samples"]
+            sound = isinstance(r["test"], str) and isinstance(r["arm"], str) and r["median"] > 0
+            if not sound or not all(isinstance(x, int | float) and 0 <= x < math.inf for x in figures):
+                raise ValueError
+        arms = content.get("arms", {})
+        if not content["results"] or not all(isinstance(settings, dict) for settings in arms.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{where}: not a result of millstream bench --json, or damaged") from None
+
+
+def only_in(before: dict, after: dict) -> list[tuple[str, str]]:
+    """(test, arm) of the first result that the second has not."""
+    names = {(r["test"], r["arm"]) for r in after["results"]}
+    return [(r["test"], r["arm"]) for r in before["results"] if (r["test"], r["arm"]) not in names]
 
 
 def compare(before: dict, after: dict) -> tuple[list[dict], bool]:

@@ -149,15 +149,15 @@ def make_plan(budget: Budget, fixed: dict[str, int], slot_bytes: int, num_expert
     return Plan(budget, {**fixed, "experts": slots * slot_bytes}, slots, num_experts, slot_bytes)
 
 
-def cliff_warning(num_slots: int, num_layers: int, top: int, expert_bytes: int) -> str | None:
-    """What to say when the cache is smaller than what one token uses."""
+def cliff_warning(num_slots: int, num_layers: int, top: int, expert_bytes: int, asked: bool) -> str | None:
+    """What to say when the cache is smaller than what one token uses. asked: --expert-slots says how large it is."""
     demand = num_layers * top
     if num_slots >= demand:
         return None
     return (
         f"warning: the cache holds {num_slots} experts, one token uses {num_layers} layers x {top} = {demand}: a cache "
         f"below that rarely hits (least recently used: never), so up to {demand * expert_bytes / MIB:.0f} MiB are read "
-        "for every token; raise --ram"
+        f"for every token; raise --{'expert-slots' if asked else 'ram'}"
     )
 
 

@@ -259,7 +259,9 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
             "experts and without the loop around the model"
         )
     spent = plan and {"roles": plan.roles, "slot_bytes": plan.slot_bytes, "planned_bytes": plan.planned_bytes}
-    warning = memory.cliff_warning(slots, layers, config.num_experts_per_tok, int(expert_bytes)) if layers else None
+    warning, top = None, config.num_experts_per_tok
+    if layers:
+        warning = memory.cliff_warning(slots, layers, top, int(expert_bytes), options.expert_slots is not None)
     return {
         "path": str(files.path),
         "architecture": files.architecture,
@@ -275,7 +277,7 @@ def make_report(files, context, options, *, prompt: int, window: int, disk_mb_s:
         "plan": spent,
         "slots": slots,
         "experts": num_experts,
-        "demand": {"experts": demand, "layers": layers, "top": config.num_experts_per_tok, "expert_bytes": expert_bytes,
+        "demand": {"experts": demand, "layers": layers, "top": top, "expert_bytes": expert_bytes,
                    "bytes": demand * expert_bytes},
         "streams": choice.streams,
         "hit_rate": hit_rate,

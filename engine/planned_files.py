@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from .errors import ConfigError, FormatError
+from .errors import ConfigError, EngineError, FormatError
 from .experts.layout import ROLES as EXPERT_ROLES
 from .formats import get_format
 from .weights.architectures import expected_tensors, model_config, readable_quantization
@@ -30,7 +30,10 @@ class PlannedFiles(ModelFiles):
         architecture, method = str(config.get("model_type")), method_of(config)
         config.pop("quantization_config", None)
         super().__init__(Path(config_path), architecture, config, {})
-        self.model_config = model_config(architecture, config)
+        try:
+            self.model_config = model_config(architecture, config)
+        except EngineError as error:
+            raise type(error)(str(error).replace("config.json", str(self.path), 1)) from None
         self.tied_head = self.model_config.tie_word_embeddings
         kept = method if method in readable_quantization(architecture) else None
         self.assumptions = [] if method is None else [_about_quantization(method, kept, format_name)]

@@ -8,10 +8,12 @@ import sys
 
 import pytest
 import tiny_models
-from cli_program import run
+from cli_program import assert_error, run
+from click.testing import CliRunner
 from gguf_models import write_gguf
 
 from engine import bench, bench_arms
+from engine.cli import cli
 from engine.errors import ConfigError
 from engine.peers import llama_cpp_arm
 
@@ -138,6 +140,45 @@ def test_a_drop_beyond_the_noise_is_a_drop(before, after, verdict):
 def test_results_without_anything_in_common_are_refused():
     with pytest.raises(ConfigError, match="in common"):
         bench.compare(result(1), result(1, test="prefill 1"))
+
+
+@pytest.mark.parametrize(
+    "row", [{"median": "fast"}, {"median": 0}, {"median": float("nan")}, {"spread": None}, {"samples": 3}, {"test": 7}]
+)
+def test_damaged_results_are_refused(row):
+    content = result(100)
+    bench.check_result(content, "good")
+    content["results"].append(content["results"][0] | row)
+    with pytest.raises(ConfigError, match="bad: not a result"):
+        bench.check_result(content, "bad")
+    for content in ([], 7, None, {"results": []}, {"results": [{"arm": "a"}]}, result(1) | {"arms": {"a": 1}}):
+        with pytest.raises(ConfigError, match="bad: not a result"):
+            bench.check_result(content, "bad")
+
+
+def test_what_one_result_lacks_is_said(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps({"results": result(1)["results"] + result(1, test="prefill 8")["results"]}))
+    new.write_text(json.dumps({"results": result(1)["results"] + result(1, arm="spec=4")["results"]}))
+    done = run("bench", "--compare", old, new, "--json")
+    assert done.returncode == 0
+    assert f"not compared: prefill 8, arm default, which {old} has and {new} has not" in done.stderr
+    assert f"not compared: decode 64, arm spec=4, which {new} has and {old} has not" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["only_before"] == [{"test": "prefill 8", "arm": "default"}] and len(found["only_after"]) == 1
+    for text in ("{", '{"results": [1]}'):
+        new.write_text(text)
+        assert_error(run("bench", "--compare", old, new), f"{new}: not a result")
+
+
+def test_what_would_be_lost_is_refused(tmp_path):
+    file = str(tmp_path / "x")
+    cases = [(("--prefill", "8,8"), "prefill 8 is given twice"), (("--depth", "4,4"), "decode 64 @ 4 is given twice")]
+    pairs = (("--save", "--csv"), ("--markdown", "--profile-json"), ("--profile-html", "--trace"))
+    cases += [((one, file, other, file), f"{one} and {other} both name") for one, other in pairs]
+    for args, message in cases:
+        found = CliRunner().invoke(cli, ["bench", *args], standalone_mode=False)
+        assert isinstance(found.exception, ConfigError) and message in str(found.exception)
 
 
 def test_command_line(tmp_path):

@@ -9,8 +9,10 @@ import latent_and_sink_models
 import numpy as np
 import pytest
 from cli_program import assert_error, run
+from click.testing import CliRunner
 
 from engine import machine_speed, plan, plan_disk
+from engine.cli import cli
 from engine.config import RuntimeConfig
 from engine.disk_bandwidth import TEMPORARY_BYTES
 from engine.kernels import Context
@@ -160,6 +162,7 @@ def test_slots_and_bytes_are_those_of_a_run():
     assert found["verdict"].startswith("will stream at about")
     cliff = report(files, expert_slots=3)
     assert "warning: the cache holds 3 experts" in cliff["warning"]
+    assert cliff["warning"].endswith("raise --expert-slots")
     assert cliff["hit_rate"] == 0.0
 
 
@@ -276,8 +279,19 @@ def test_command_prints_and_refuses(tmp_path):
     assert_error(run("plan", "--config", tmp_path / "no"), "--format")
     assert_error(run("plan", "--config", tmp_path / "no", "--format", "q8_0"), "cannot be read")
     assert_error(run("plan", "--disk", 100, "--prompt", 8), "--disk")
-    assert_error(run("plan", "--spec", "auto"), "--spec auto")
     assert_error(run("plan", "--ram", 0.001), "not enough memory")
+
+
+def test_refusals_name_what_was_given(tmp_path):
+    config = open_model(SHIPPED_MODEL).config
+    short = tmp_path / "short.json"
+    short.write_text(json.dumps({name: value for name, value in config.items() if name != "hidden_size"}))
+    cases = [(("--spec", rows), f"--spec {rows}: a plan weighs") for rows in ("auto", "0", "1")]
+    cases += [(("--expert-slots", "12", "--disk", rate), "--disk: got") for rate in ("nan", "inf")]
+    cases += [(("--config", str(short), "--format", "q8_0"), f"{short}: key 'hidden_size' is missing")]
+    for args, message in cases:
+        found = CliRunner().invoke(cli, ["plan", *args], standalone_mode=False)
+        assert isinstance(found.exception, plan.ConfigError) and message in str(found.exception)
 
 
 def test_steps_that_miss_are_told_from_others(monkeypatch):

@@ -71,6 +71,20 @@ def require_writable(option: str, path: str) -> None:
         raise ConfigError(f"{option} {path}: cannot be written: {os.strerror(why)}")
 
 
+def refuse_same_file(named: dict[str, str | None]) -> None:
+    """Raise ConfigError where two options name one file, of which the second would take the place of the first.
+
+    named: option -> path, None where it was not given.
+    """
+    seen: dict[str, str] = {}
+    for option, path in named.items():
+        if path is None or stream_of(path) is not None:
+            continue
+        first = seen.setdefault(os.path.realpath(path), option)
+        if first != option:
+            raise ConfigError(f"{first} and {option} both name {path}; give each its own file")
+
+
 def _obstacle(path: str) -> int:
     """The errno of writing to `path`, 0 for none."""
     stream, parent = stream_of(path), Path(os.path.realpath(path)).parent

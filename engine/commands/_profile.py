@@ -1,15 +1,12 @@
 """Options of profiling: --profile, --profile-layers, --profile-json, --profile-html, --trace."""
 
 import json
-import os
 import time
 from contextlib import contextmanager
 
 import click
 
-from ..atomic_file import stream_of
-from ..errors import ConfigError
-from ._output import note, require_writable, size, write_file
+from ._output import note, refuse_same_file, require_writable, size, write_file
 
 FILES = ("profile_json", "profile_html", "trace")
 NAMES = ("profile", "profile_layers", *FILES)
@@ -31,13 +28,10 @@ def options(command):
 def take(options: dict) -> dict:
     """Remove the options from a command's keywords, and return them. Raises ConfigError for a file nobody can write,
     or that two options name."""
-    named: dict[str, str] = {}
     for name in FILES:
         if options[name] is not None:
             require_writable(_flag(name), options[name])
-            first = named.setdefault(os.path.realpath(options[name]), name)
-            if first != name and stream_of(options[name]) is None:
-                raise ConfigError(f"{_flag(first)} and {_flag(name)} both name {options[name]}; give each its own file")
+    refuse_same_file({_flag(name): options[name] for name in FILES})
     return {name: options.pop(name) for name in NAMES}
 
 

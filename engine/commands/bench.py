@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from ..errors import ConfigError
 from . import _bench_profile, _options, _profile
-from ._output import note, read_text_file, require_writable, table, write, write_file, write_json
+from ._output import note, read_text_file, refuse_same_file, require_writable, table, write, write_file, write_json
 from ._progress import Meter
 
 
@@ -29,11 +29,13 @@ class Numbers(click.ParamType):
 
 
 def _read(path: str) -> dict:
+    from ..bench import check_result
+
     try:
         content = json.loads(read_text_file(path))
-        content["results"][0]["median"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise ConfigError(f"{path}: not a result of millstream bench --json") from None
+    except ValueError:
+        content = None
+    check_result(content, path)
     return content
 
 
@@ -47,8 +49,14 @@ def _compare(paths, as_json: bool) -> int:
     for d in changed:
         where = "" if d["arm"] is None else f"arm {d['arm']}: "
         note(f"not alike: {where}{d['setting']} {d['before']} before, {d['after']} after")
+    lone = [measuring.only_in(*contents), measuring.only_in(*reversed(contents))]
+    for path, other, found in zip(reversed(paths), paths, lone, strict=True):
+        for test, arm in found:
+            note(f"not compared: {test}, arm {arm}, which {other} has and {path} has not")
     if as_json:
-        write_json({"rows": rows, "slower": worse, "differences": changed})
+        names = [[{"test": test, "arm": arm} for test, arm in found] for found in lone]
+        write_json({"rows": rows, "slower": worse, "differences": changed, "only_before": names[0],
+                    "only_after": names[1]})  # fmt: skip
     else:
         found = [
             (r["test"], r["arm"], *(f"{r[key]:.2f}" for key in ("before", "after")),
@@ -94,16 +102,21 @@ def bench(click_context, model_argument, compare, as_json, **options):
     """
     _refuse_idle(click_context)
     options["model"] = _options.one_model(options["model"], model_argument)
-    profiling = _bench_profile.Profiling(_profile.take(options))
+    profiles = _profile.take(options)
+    profiling = _bench_profile.Profiling(profiles)
     if compare:
         click_context.exit(_compare(compare, as_json))
     from .. import bench as measuring
 
-    for option, name in (("--save", "save"), ("--csv", "csv_file"), ("--markdown", "markdown")):
-        if options[name] is not None:
-            require_writable(option, options[name])
+    named = {"--save": options["save"], "--csv": options["csv_file"], "--markdown": options["markdown"]}
+    for option, path in named.items():
+        if path is not None:
+            require_writable(option, path)
+    refuse_same_file(named | {f"--{name.replace('_', '-')}": profiles[name] for name in _profile.FILES})
     tests = [measuring.Test("prefill", n) for n in options["prefill"] if n]
     tests += [measuring.Test("decode", n, d) for n in options["decode"] if n for d in options["depth"]]
+    for name in (test.name for number, test in enumerate(tests) if test in tests[:number]):
+        raise ConfigError(f"bench: {name} is given twice")
     if not tests:
         raise ConfigError("bench: nothing to measure; give --prefill or --decode a number")
     arms = _arms(measuring, options, max(t.tokens + max(t.depth, 1) + 1 for t in tests))

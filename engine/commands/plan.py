@@ -1,8 +1,10 @@
 """`millstream plan`: what a run would take and how fast it would be, before anything is loaded."""
 
+import math
+
 import click
 
-from ..config import EXPERT_LAYOUTS, parse_spec
+from ..config import EXPERT_LAYOUTS, MAX_WINDOW_ROWS, parse_spec
 from ..errors import ConfigError
 from . import _options
 from ._output import size, table, wrap, write, write_json
@@ -104,7 +106,7 @@ def _open(model: str | None, config: str | None, format_name: str | None):
               "temporary one in the current directory).")  # fmt: skip
 @click.option("--prompt", type=click.IntRange(min=1), metavar="N", help="Prompt tokens (default 128, less in a short "
               "context).")  # fmt: skip
-@click.option("--spec", default="0", show_default=True, metavar="N", help="Rows of a verify window to weigh.")
+@click.option("--spec", metavar="N", help="Rows of a verify window to weigh, 2 to 8.")
 @_options.threads_option
 @_options.isa_option
 @_options.json_option
@@ -115,9 +117,11 @@ def plan(model, model_argument, config, format_name, disk_mb_s, prompt, spec, as
     from ..config import RuntimeConfig
     from ..kernels import Context
 
-    window = parse_spec(spec)
-    if window == "auto":
-        raise ConfigError("--spec auto: a plan weighs a window of N rows; give a number from 2 to 8")
+    window = 0 if spec is None else parse_spec(spec)
+    if spec is not None and window in ("auto", 0, 1):
+        raise ConfigError(f"--spec {spec}: a plan weighs a window of N rows; give a number from 2 to {MAX_WINDOW_ROWS}")
+    if disk_mb_s is not None and not math.isfinite(disk_mb_s):
+        raise ConfigError(f"--disk: got {disk_mb_s}, expected a number of MB/s")
     chosen = RuntimeConfig(**options)
     files = _open(_options.one_model(model, model_argument), config, format_name)
     context = Context(chosen.isa, chosen.threads)

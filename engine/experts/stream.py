@@ -79,7 +79,8 @@ class ExpertStream:
             self.cache.load_all(progress)
             for layer in self.layers:
                 layer.run = layer.run_resident  # nothing is left to decide while decoding
-        self.warning = memory.cliff_warning(self.plan.num_slots, len(self.layers), top, places.expert_bytes)
+        asked = options.expert_slots is not None
+        self.warning = memory.cliff_warning(self.plan.num_slots, len(self.layers), top, places.expert_bytes, asked)
 
     def _lock(self, model) -> int:
         first = lib.moe_streamer_slot(self.cache.handle, 0)
