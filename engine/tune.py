@@ -46,10 +46,12 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """settings: what differs from the defaults. gain: winner against defaults, measured again at the end."""
+    """settings: what differs from the defaults. trials: of the candidates. final: the winner against the defaults,
+    measured again at the end; gain: its ratio."""
 
     settings: dict = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
+    final: Trial | None = None
     gain: float = 1.0
 
 
@@ -98,8 +100,9 @@ class Arms:
         self.model, self.ids, self.tokens, self.repeat = model, ids, tokens, repeat
         self._open: dict[str, EngineArm] = {}
 
-    def compare(self, best: dict, changed: dict, progress, loading=None) -> list[tuple[float, float]]:
-        """(tok/s of the best, of the candidate) of every round; of the first only where the candidate is hopeless.
+    def compare(self, best: dict, changed: dict, progress, loading=None, patient=False) -> list[tuple[float, float]]:
+        """(tok/s of the best, of the candidate) of every round; of the first only where the candidate is hopeless. Not
+        when patient.
 
         progress: called with how many of the 2 * (repeat + 1) measurements are done. loading: with bytes done and bytes
         in all while experts are read before. Raises ConfigError when they decode different tokens, or one cannot run.
@@ -116,7 +119,7 @@ class Arms:
                 raise ConfigError("other tokens")
             if turn:  # the one before pays for first use
                 rounds.append((self.tokens / found[0][0], self.tokens / found[1][0]))
-                if turn == 1 and rounds[0][1] < HOPELESS * rounds[0][0]:
+                if not patient and turn == 1 and rounds[0][1] < HOPELESS * rounds[0][0]:
                     break
         return rounds
 
@@ -159,12 +162,12 @@ def tune(model, trials: list[dict], ids, tokens: int, repeat: int, base: dict, s
     outcome, trial_size = Outcome(), 2 * (repeat + 1)
     total, arms = (len(trials) + 1) * trial_size, Arms(model, ids, tokens, repeat)
 
-    def compare(number, best, changed, what):
+    def compare(number, best, changed, what, **more):
         start = number * trial_size
         progress(start, total, what)
         return arms.compare(
             best, changed, lambda done: progress(start + done, total, what),
-            lambda done, nbytes: progress(start, total, f"{what}: loading, {100 * done // max(nbytes, 1)} %"),
+            lambda done, nbytes: progress(start, total, f"{what}: loading, {100 * done // max(nbytes, 1)} %"), **more,
         )  # fmt: skip
 
     try:
@@ -179,8 +182,11 @@ def tune(model, trials: list[dict], ids, tokens: int, repeat: int, base: dict, s
             if trial.kept:
                 outcome.settings |= changes
         if outcome.settings:
-            rounds = compare(len(trials), base, base | outcome.settings, "the winner against the defaults")
-            last = _judged(outcome.settings, rounds)
+            what = "the winner against the defaults"
+            rounds = compare(len(trials), base, base | outcome.settings, what, patient=True)
+            outcome.final = last = _judged(outcome.settings, rounds)
+            last.kept = last.ratio >= MIN_GAIN  # its parts won their rounds before
+            say(last)
             outcome.gain = last.ratio
             if not last.kept:  # what looked better one by one is not better together
                 outcome.settings = {}

@@ -28,7 +28,7 @@ class Fake:
         self.repeat = repeat
         return self
 
-    def compare(self, best, changed, progress, loading=None):
+    def compare(self, best, changed, progress, loading=None, patient=False):
         found = [self.speeds(options) for options in (best, changed)]
         if None in found:
             raise tune.ConfigError("other tokens")
@@ -84,6 +84,22 @@ def test_a_winner_that_does_not_win_again_is_dropped(monkeypatch):
 
     found = outcome(monkeypatch, speeds)
     assert found.trials[-1].kept and len(asked) == 2 * trials + 2 and found.settings == {} and found.gain == 1.0
+    assert found.final.changes == {"spec": 8} and not found.final.kept
+
+
+def test_the_winner_may_lose_a_round_to_the_defaults(monkeypatch):
+    """Its parts won all of theirs; a busy moment does not undo that."""
+    trials, asked = len(tune.candidates(engine.load(threads=2))), []
+
+    def speeds(options):
+        asked.append(options)
+        last = len(asked) > 2 * trials
+        return (
+            [150.0, 90.0, 140.0] if options.get("spec") == 8 and last else 120.0 if options.get("spec") == 8 else 100.0
+        )
+
+    found = outcome(monkeypatch, speeds, repeat=3)
+    assert found.settings == {"spec": 8} and found.gain == pytest.approx(1.4) and found.final.kept
 
 
 def test_candidates_fit_the_model(model):
@@ -126,7 +142,8 @@ def test_hopeless_candidates_run_once(monkeypatch, seconds, decoded):
     monkeypatch.setattr(tune.Arms, "_arms", lambda self, *settings, loading=None: [best, candidate])
     rounds = tune.Arms(None, [1], 8, 3).compare({}, {}, seen.append)
     assert best.decoded == candidate.decoded == decoded == len(rounds) + 1
-    assert rounds[0] == (8.0, 8 / seconds) and seen == list(range(1, 2 * decoded + 1))
+    assert len(tune.Arms(None, [1], 8, 3).compare({}, {}, seen.append, patient=True)) == 3
+    assert rounds[0] == (8.0, 8 / seconds) and seen[: 2 * decoded] == list(range(1, 2 * decoded + 1))
 
 
 def test_other_tokens_are_an_error(monkeypatch):

@@ -61,6 +61,8 @@ def tune(model_argument, model, prompt, prompt_file, ram, draft_model, max_token
         write_json(dataclasses.asdict(outcome) | {"written": path and str(path)})
         return
     chosen = tuning.label(outcome.settings)
+    if outcome.final and not chosen:
+        note("what was faster one by one is not faster together: the machine may be busy; try again with more --repeat")
     write(f"{chosen}: {outcome.gain:.2f} x the defaults\n" if chosen else "the defaults are the fastest\n")
     if path is not None:
         note(f"written: {path}")
