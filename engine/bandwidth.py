@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from .hardware import usable_cpus
 from .kernels import Context, address, aligned_empty, check, lib
 
 SIZE_BYTES = 256 << 20  # far more than any cache
@@ -20,3 +21,8 @@ def memory_bandwidth(context: Context, size_bytes: int = SIZE_BYTES) -> float:
         check(lib.moe_check_finite(context.handle, address(data, "float *"), len(data)), "memory bandwidth")
         best = min(best, time.perf_counter() - started)
     return size_bytes / best / 1e9
+
+
+def machine_bandwidth() -> float:
+    """GB/s that all usable cores read together, on the best tier: what a run of fewer threads could have."""
+    return memory_bandwidth(Context(None, usable_cpus().count))

@@ -28,20 +28,19 @@ class Collector:
 
     def __init__(self, trace: bool = False):
         self.runs: list[ProfiledRun] = []
-        self._trace, self._bandwidth = trace, {}
+        self._trace, self._bandwidth = trace, None
 
     def __call__(self, test: Test, arm, ids) -> None:
         """Run `test` once more. Arms of other engines have no profile."""
         if not isinstance(arm, EngineArm):
             return
-        from .bandwidth import memory_bandwidth
+        from .bandwidth import machine_bandwidth
         from .profile import profile_report
 
-        context = arm.engine.context
-        if context.num_threads not in self._bandwidth:
-            self._bandwidth[context.num_threads] = memory_bandwidth(context)
+        if self._bandwidth is None:
+            self._bandwidth = machine_bandwidth()
         profiler, generation, wall_s = arm.profiled(test, ids, self._trace)
-        report = profile_report(profiler, generation, wall_s, 0.0, self._bandwidth[context.num_threads])
+        report = profile_report(profiler, generation, wall_s, 0.0, self._bandwidth)
         self.runs.append(ProfiledRun(test.name, arm.name, report, profiler))
 
 

@@ -9,6 +9,8 @@ from click.testing import CliRunner
 from engine import bandwidth
 from engine.cli import cli
 from engine.commands import _streaming
+from engine.hardware import usable_cpus
+from engine.kernels import tiers
 
 
 def generate(*args):
@@ -17,11 +19,11 @@ def generate(*args):
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """When the memory's bandwidth was asked for."""
+    """(when the memory's bandwidth was asked for, tier, threads)"""
     asked = []
 
     def measure(context):
-        asked.append(time.perf_counter())
+        asked.append((time.perf_counter(), context.tier, context.num_threads))
         time.sleep(0.02)
         return 10.0
 
@@ -43,7 +45,31 @@ def test_a_run_that_ends_while_it_loads_says_that_there_is_no_profile(monkeypatc
 def test_what_follows_the_run_is_not_in_its_time(tmp_path, measured):
     started = time.perf_counter()
     assert generate("-n", 4, "--profile-json", tmp_path / "p.json").exit_code == 0
-    assert 0 < json.loads((tmp_path / "p.json").read_text())["wall_s"] <= measured[0] - started
+    assert 0 < json.loads((tmp_path / "p.json").read_text())["wall_s"] <= measured[0][0] - started
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_bandwidth_is_the_machines_whatever_the_run_uses(measured, command):
+    """One thread, or plain C, reads less than the memory gives; bench asks once."""
+    args = {
+        "generate": ["In the", "-n", "2", "--threads", "1", "--isa", "scalar"],
+        "bench": ["--prefill", "2", "--decode", "2", "--repeat", "1", "--arm", "threads=1,isa=scalar"],
+    }
+    done = CliRunner().invoke(cli, [command, *args[command], "--profile"])
+    best = [name for name, supported, _ in tiers() if supported][-1]
+    assert done.exit_code == 0 and [found[1:] for found in measured] == [(best, usable_cpus().count)]
+
+
+def test_time_that_printing_takes_has_a_name(tmp_path, monkeypatch):
+    from engine.commands import generate as command
+
+    def slow(text):
+        time.sleep(0.005)
+
+    monkeypatch.setattr(command, "write", slow)
+    assert generate("-n", 8, "--profile-json", tmp_path / "p.json").exit_code == 0
+    report = json.loads((tmp_path / "p.json").read_text())
+    assert 0.005 <= report["detail"]["other"]["printing"] <= report["phases"]["other"]
 
 
 def test_a_prefill_alone_has_a_verdict(tmp_path):

@@ -41,6 +41,7 @@ PYTHON = {"python": 0.16}
         ({"phases": PYTHON, "stage": "prefill"}, "Python: 16% of the prefill", "the model is small", "--spec"),
         ({"phases": {}, "gb_s": 6.1}, "memory bandwidth: weights come at 6.1 GB/s, this machine reads 10.0",
          "a smaller format", "--threads"),
+        ({"phases": {}, "gb_s": 8.0, "threads": 1}, "memory", "more threads at most 1.2 x", "do not"),
         ({"phases": {}, "gb_s": 6.1, "spec": "auto"}, "memory bandwidth", "a smaller format", "--spec"),
         ({"phases": {}, "gb_s": 5.9}, "compute: expert_gate_up takes 100%", "--spec auto", "--threads"),
         ({"phases": {"attention": 0.6}, "threads": 1}, "compute: attention takes 60%", "--threads 2", "isa"),

@@ -50,6 +50,19 @@ class Profiling:
 
     def __init__(self, wanted: dict):
         self._wanted, self._started, self._profiler = wanted, time.perf_counter(), None
+        self._printing_s = 0.0
+
+    def timed(self, write):
+        """`write`, with the time that it takes counted: who reads the text may be slow."""
+        if not any(self._wanted.values()):
+            return write
+
+        def call(text: str) -> None:
+            started = time.perf_counter()
+            write(text)
+            self._printing_s += time.perf_counter() - started
+
+        return call
 
     @contextmanager
     def around(self, loaded, generation):
@@ -72,12 +85,12 @@ class Profiling:
                 note("profile: nothing was recorded, the run ended before its first token")
             return
         wall_s, wanted = time.perf_counter() - self._started, self._wanted  # what follows is no part of the run
-        from ..bandwidth import memory_bandwidth
+        from ..bandwidth import machine_bandwidth
         from ..profile.report import profile_report
         from ..profile.text import format_report
 
-        bandwidth = memory_bandwidth(self._profiler.engine.context)
-        report = profile_report(self._profiler, generation, wall_s, self._load_s, bandwidth)
+        report = profile_report(self._profiler, generation, wall_s, self._load_s, machine_bandwidth())
+        report["detail"]["other"] = {"printing": self._printing_s}
         if wanted["profile"] or wanted["profile_layers"]:
             note(format_report(report, wanted["profile_layers"]))
         if wanted["profile_json"]:

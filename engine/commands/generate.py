@@ -130,12 +130,12 @@ class Run:
             self.generation = self.loaded.generate(self.prompt, sampling=sampling, **options)
         say = self.late_notes.append  # the text comes first
         around = self.profiling.around(self.loaded, self.generation)
-        history = _streaming.usage_history(self.loaded, say)
+        history, show = _streaming.usage_history(self.loaded, say), self.profiling.timed(write)
         with _options.route_trace(self.loaded, route_trace, say), history, around:
             for piece in self.generation:
                 self.pieces.append(piece)
                 if not self.as_json:
-                    write(piece)
+                    show(piece)
 
     def finish(self, interrupted: bool) -> None:
         """Close the text and print the summary."""

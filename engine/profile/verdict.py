@@ -40,8 +40,10 @@ def _python(used: dict, stage: str) -> str:
     return "the model is small for its number of calls" + (f"; {more}" if more else "")
 
 
-def _memory(used: dict) -> str:
-    return "; ".join(filter(None, ["a smaller format helps, more threads do not", _spec(used)]))
+def _memory(used: dict, room: float) -> str:
+    """room: how much faster memory could be read."""
+    threads = f"more threads {f'at most {room:.1f} x' if used['threads'] < used['usable_cores'] else 'do not'}"
+    return "; ".join(filter(None, [f"a smaller format helps, {threads}", _spec(used)]))
 
 
 def _compute(used: dict, stage: str) -> str:
@@ -92,7 +94,7 @@ def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
     if stage == "decode" and bandwidth_gb_s and rate > MEMORY_BOUND * bandwidth_gb_s:
         return (
             f"bound by memory bandwidth: weights come at {rate:.1f} GB/s, this machine reads {bandwidth_gb_s:.1f}; "
-            f"{_memory(used)}"
+            f"{_memory(used, max(bandwidth_gb_s / rate, 1.0))}"
         )
     largest = max(_COMPUTE, key=lambda phase: share[phase])
     came = f", weights come at {rate:.1f} GB/s" if stage == "decode" else ""
