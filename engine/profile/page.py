@@ -79,21 +79,22 @@ def _framed(body: list[str], title: str, last: str) -> str:
 
 
 def _plot(points, colour: str, title: str) -> str:
-    return _framed(_line(points, colour, title), title, f"{points[-1][0]} rounds")
+    return _framed(_line(points, colour, title), title, f"{points[-1][0]} tokens")
 
 
 def _wait_ns(before: dict | None, after: dict | None) -> float:
     return after["wait_ns"] - before["wait_ns"] if before and after else 0.0
 
 
-def _columns(rounds: list[dict]) -> list[tuple[int, list[float]]]:
-    """(tokens, ms per token by part of STACK) of each round, or of several together where there are too many."""
+def _columns(rounds: list[dict], before: dict) -> list[tuple[int, list[float]]]:
+    """(tokens, ms per token by part of STACK) of each round, or of several together where there are too many. before:
+    the streamer's counters when the first began."""
     group, columns = -(-len(rounds) // MAX_COLUMNS), []
     for i in range(0, len(rounds), group):
         some = rounds[i : i + group]
         tokens = sum(r["tokens"] for r in some)
         native = {part: sum(r["native"].get(part, 0) for r in some) for part in ("attention", "mlp", "head")}
-        wait = min(_wait_ns(rounds[i - 1]["stream"] if i else None, some[-1]["stream"]), native["mlp"])
+        wait = min(_wait_ns(rounds[i - 1]["stream"] if i else before, some[-1]["stream"]), native["mlp"])
         total = sum(r["end"] - r["start"] for r in some)
         rest = max(total - sum(native.values()), 0)
         ns = (native["attention"], native["mlp"] - wait, wait, native["head"], rest)
@@ -101,11 +102,11 @@ def _columns(rounds: list[dict]) -> list[tuple[int, list[float]]]:
     return columns
 
 
-def _stack_over_tokens(rounds: list[dict]) -> list[str]:
+def _stack_over_tokens(rounds: list[dict], before: dict) -> list[str]:
     """One column per round, as wide as it made tokens, stacked by part; the few highest are cut off."""
     if not rounds:
         return []
-    columns = _columns(rounds)
+    columns = _columns(rounds, before)
     heights = sorted(sum(parts) for _, parts in columns)
     top = min(heights[-1], 1.5 * heights[int(0.95 * (len(heights) - 1))]) or 1.0
     scale, step = (PLOT_HEIGHT - 18) / top, WIDTH / sum(tokens for tokens, _ in columns)
@@ -125,22 +126,27 @@ def _stack_over_tokens(rounds: list[dict]) -> list[str]:
     return [f'<p class="key">{key}</p>', _framed(body, "time per token, stacked", f"{done} tokens")]
 
 
-def _over_tokens(rounds: list[dict]) -> list[str]:
-    parts = ["<h2>Time per token</h2>", *_stack_over_tokens(rounds)]
-    streamed = [r["stream"] for r in rounds if r["stream"]]
-    if len(streamed) > 1:
-        hits, megabytes = [], []
-        for i, (a, b) in enumerate(itertools.pairwise(streamed), 1):
-            asked = b["hits"] + b["misses"] - a["hits"] - a["misses"]
-            hits.append((i, (b["hits"] - a["hits"]) / asked * 100 if asked else 0.0))
-            megabytes.append((i, (b["bytes"] - a["bytes"]) / 1e6))
-        parts += ["<h2>Experts from disk</h2>", _plot(hits, COLOURS["head"], "% of experts found in memory")]
-        parts.append(_plot(megabytes, COLOURS["read_wait"], "MB read in a round"))
-    return parts
+def _over_tokens(rounds: list[dict], before: dict) -> list[str]:
+    parts = ["<h2>Time per token</h2>", *_stack_over_tokens(rounds, before)]
+    if not before:
+        return parts
+    hits, megabytes, done = [], [], 0
+    for r, (a, b) in zip(rounds, itertools.pairwise([before, *(r["stream"] for r in rounds)]), strict=True):
+        asked = b["hits"] + b["misses"] - a["hits"] - a["misses"]
+        hit, read = (
+            (b["hits"] - a["hits"]) / asked * 100 if asked else 0.0,
+            (b["bytes"] - a["bytes"]) / 1e6 / r["tokens"],
+        )
+        for x in (done, done + r["tokens"]):  # as wide as the round made tokens
+            hits.append((x, hit))
+            megabytes.append((x, read))
+        done += r["tokens"]
+    parts += ["<h2>Experts from disk</h2>", _plot(hits, COLOURS["head"], "% of experts found in memory")]
+    return [*parts, _plot(megabytes, COLOURS["read_wait"], "MB read per token")]
 
 
 def _heat_map(experts: dict[int, list[int]]) -> list[str]:
-    if not experts:
+    if not any(map(any, experts.values())):
         return []
     parts = ["<h2>Experts used</h2>", '<p class="note">A row is a layer, a column an expert; darker is more often.</p>']
     columns = max(len(row) for row in experts.values())
@@ -164,7 +170,7 @@ def _heat_map(experts: dict[int, list[int]]) -> list[str]:
 
 
 def _acceptance(spec: dict | None) -> list[str]:
-    if not spec:
+    if not spec or not spec["rounds"]:
         return []
     parts, body, step = ["<h2>Drafts accepted by position</h2>"], [], WIDTH / 8
     for i, chance in enumerate(spec["acceptance_by_position"]):
@@ -176,7 +182,7 @@ def _acceptance(spec: dict | None) -> list[str]:
             _rect(i * step, PLOT_HEIGHT - 15 - height, step - 8, height, COLOURS["draft"], f"draft {i + 1}: {label}")
         )
         body.append(f'<text x="{i * step:.0f}" y="{PLOT_HEIGHT - 3}">draft {i + 1}: {label}</text>')
-    parts.append(_svg(PLOT_HEIGHT, body, "share of drafts accepted by position"))
+    parts += [_svg(PLOT_HEIGHT, body, "share of drafts accepted by position")] if body else []
     parts.append(
         f"<p>{spec['rounds']} rounds, {spec['tokens_per_round']:.2f} tokens a round, "
         f"{spec['accepted']} of {spec['drafted']} drafts accepted.</p>"
@@ -185,6 +191,8 @@ def _acceptance(spec: dict | None) -> list[str]:
 
 
 def _kernels(rows: list[dict], when: str) -> list[str]:
+    if not rows:
+        return []
     cells = "".join(
         f"<tr><td>{escape(r['role'])}</td><td>{escape(r['format'])}</td><td>{r['seconds']:.3f}</td>"
         f"<td>{r['bytes'] / 1e9:.2f}</td><td>{r['gb_s']:.2f}</td></tr>"
@@ -229,7 +237,10 @@ def section(report: dict, profiler, title: str = "millstream profile") -> str:
     body.append(f'<p class="verdict">{escape(report["verdict"])}</p>')
     if profiler.rounds:
         body += [key, *average, *prompt]
-        body += [*_over_tokens(profiler.rounds), *_kernels(decode["kernels"], "while decoding")]
+        body += [
+            *_over_tokens(profiler.rounds, profiler.stream_at_decode),
+            *_kernels(decode["kernels"], "while decoding"),
+        ]
     else:
         body += [key, *prompt, *_kernels(prefill["kernels"], "in the prefill")]
     body += [*_heat_map(profiler.experts), *_acceptance(report["spec"])]

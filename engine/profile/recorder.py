@@ -65,6 +65,7 @@ class Profiler:
     text_ns: what making text of new tokens took, outside of prefill and rounds.
     engine_ns: what the caller waited for pieces of text in all; 0 for one that takes tokens.
     io: stage -> what the streamer's counters (STREAM_COUNTERS) grew by; empty where nothing is streamed.
+    stream_at_decode: the counters that rounds have under `stream`, when decoding began.
     unfinished_ns: stage -> ns of the prefill or round that was interrupted.
     rounds: one dict per decode round: start and end (ns), rows, tokens, position, native (ns by section), and the
     streamer's counters then.
@@ -77,6 +78,7 @@ class Profiler:
         self.notes: list[int] = []  # of rounds that are not added up yet
         self.rounds: list[dict] = []
         self.io: dict[str, dict] = {}
+        self.stream_at_decode: dict = {}
         self.python: dict = defaultdict(int, {("decode", "profiler"): 0})
         self.unfinished_ns = {"prefill": 0, "decode": 0}
         self.text_ns = self.engine_ns = 0
@@ -218,6 +220,8 @@ class Profiler:
         stage = "prefill" if "prefill" not in self.io else "decode"
         self.io[stage] = {name: count - self._stream_before[name] for name, count in now.items()}
         self._stream_before = now
+        if stage == "prefill" and self.cache:
+            self.stream_at_decode = dict(zip(_STREAM, self.stream_counts(), strict=True))
 
     # ---- adding up ----
 
