@@ -209,3 +209,51 @@ def test_the_costs_are_not_weighed_every_round_where_nothing_pays(monkeypatch):
     monkeypatch.setattr(AutoPolicy, "_choose", lambda *args: asked.append(1) or choose(*args))
     simulate(AutoPolicy(), lambda i: False, 1000, lambda rows: 1 + 3.0 * (rows - 1))
     assert 20 < len(asked) < 1000 / 8 + 20
+
+
+def test_windows_come_after_plain_decode_is_known():
+    """The first step after a prefill is slow: three are measured before anything is compared with them."""
+    policy, key = AutoPolicy(), ("sure", 0)
+    for ms in (9.0, 1.0, 1.0):
+        assert policy.rows(key, 7, 0.0, 0.9) == 1 and policy.reason == "measuring plain decode"
+        policy.record_plain(ms)
+    assert policy.rows(key, 7, 0.0, 0.9) > 1 and policy._costs[1] == 1.0
+
+
+def test_a_trial_waits_until_its_drafts_can_be_paid():
+    """Twice the 5.1 ms that one may cost, at a fiftieth of the time: 510 steps of 1 ms."""
+    for rounds, trials in ((450, 0), (700, 1)):
+        _, _, used = simulate(AutoPolicy(), lambda i: False, rounds, flat, 5.0)
+        assert rounds - used.count(1) == trials
+
+
+def test_slow_drafting_is_charged_at_once():
+    """It is what the source costs, not a window that was held up."""
+    policy, key = AutoPolicy(), ("slow", 0)
+    for _ in range(5):
+        policy.record_plain(1.0)
+    policy.rows(key, 1, 0.0, 0.9)
+    policy.record(key, 2, 0, 1.1 + 50.0, 1, 50.0)
+    assert policy._late == 0 and policy._loss > 45
+
+
+def test_a_row_costs_something_whatever_was_measured():
+    costs = WindowCosts()
+    costs.add_plain(1.0)
+    for _ in range(15):
+        costs.add(2, 0.5, 1)
+    costs.update(1)
+    assert costs[8] == pytest.approx(1 + 7 * 0.03) and costs[2] == pytest.approx(1.03)
+
+
+def test_lengths_that_were_measured_together_all_count_and_are_not_forgotten():
+    costs, measured = WindowCosts(), {2: 1.2, 3: 1.5, 6: 2.0}
+    costs.add_plain(1.0)
+    for rows, ms in measured.items():
+        costs.add(rows, ms, 1)
+    slope = (4 / 3 + 0.2 + 0.5 + 1.0) / (4 + 1 + 2 + 5)
+    for now in (1, 2, 500):  # long after, nothing newer is known
+        costs.update(now)
+        for rows, ms in measured.items():
+            assert costs[rows] == pytest.approx((ms + 4 * (1 + (rows - 1) * slope)) / 5)
+        assert costs[8] == pytest.approx(1 + 7 * slope)
