@@ -11,14 +11,14 @@ USED = {
 }  # fmt: skip
 
 
-def made_up(phases, stage="decode", gb_s=1.0, draft_s=0.0, **used):
+def made_up(phases, stage="decode", gb_s=1.0, draft_s=0.0, faults=99, **used):
     """A profile of one second, with what is not in `phases` computed by experts."""
     shares = {name: 0.0 for name in STAGE_PHASES} | phases
     shares["expert_gate_up"] += 1.0 - sum(shares.values())
     nothing = {"wall_s": 0.0, "phases": {name: 0.0 for name in STAGE_PHASES}, "kernels": []}
     some = {"wall_s": 1.0, "phases": shares, "kernels": [{"seconds": 0.5, "bytes": int(gb_s * 5e8)}]}
     detail = {name: {"draft": {"linear": draft_s}} for name in ("decode", "prefill", "other")}
-    profile = {"prefill": nothing, "decode": nothing, "detail": detail, "setup": USED | used}
+    profile = {"prefill": nothing, "decode": nothing, "detail": detail, "setup": USED | used, "page_faults": faults}
     return verdict(profile | {stage: some}, 10.0)
 
 
@@ -35,6 +35,9 @@ PYTHON = {"python": 0.16}
         ({"phases": DISK | PYTHON}, "the disk", "--ram", "--spec"),
         ({"phases": {"draft": 0.5}, "draft_s": 0.4, "spec": 4}, "drafting: 50%", "--spec auto", "--threads"),
         ({"phases": {"draft": 0.5}, "draft_s": 0.4, "spec": "auto"}, "drafting", "--draft lookup", "--spec auto"),
+        ({"phases": {"load": 0.31} | PYTHON}, "loading: 31% of decoding", "a longer run", "--spec"),
+        ({"phases": {}, "faults": 100}, "compute", "100 page faults", "--threads"),
+        ({"phases": {}}, "compute", "--spec auto", "page faults"),
         ({"phases": PYTHON}, "Python: 16%", "--spec auto makes several", "--threads"),
         ({"phases": {"draft": 0.2}, "draft_s": 0.01, "spec": 4}, "Python: 19%", "--spec auto keeps", "--threads"),
         ({"phases": PYTHON, "spec": "auto"}, "Python", "the model is small", "--spec"),
@@ -76,6 +79,19 @@ def test_setup_is_that_of_the_run():
         "expert_layout": loaded.expert_layout.name, "expert_slots": 9, "spec": "auto",
     }  # fmt: skip
     assert setup(loaded, None)["spec"] is None
+
+
+def test_page_faults_are_those_of_the_run(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    import engine
+    from engine.profile import Profiler, recorder
+
+    counts = iter((1000, 1234))
+    monkeypatch.setattr(recorder.resource, "getrusage", lambda who: SimpleNamespace(ru_majflt=next(counts)))
+    with Profiler(engine.load(threads=1)) as profiler:
+        pass
+    assert profiler.page_faults == 234
 
 
 def test_percentiles_count_tokens():

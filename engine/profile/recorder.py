@@ -6,6 +6,7 @@ In the loop itself there is no Python of the profiler's: it notes times where a 
 recorded is added up after the run, or after many rounds.
 """
 
+import resource
 import time
 from collections import defaultdict
 
@@ -51,6 +52,10 @@ class _TimedSpeculator:
             profiler.between_rounds()
 
 
+def _major_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
 class Profiler:
     """Times of one run of one engine. Use as a context manager around it, and attach the generation before it starts.
     All figures are there when it is left.
@@ -65,6 +70,7 @@ class Profiler:
     text_ns: what making text of new tokens took, outside of prefill and rounds.
     engine_ns: what the caller waited for pieces of text in all; 0 for one that takes tokens.
     io: stage -> what the streamer's counters (STREAM_COUNTERS) grew by; empty where nothing is streamed.
+    page_faults: of the process, those for which the disk was read.
     stream_at_decode: the counters that rounds have under `stream`, when decoding began.
     unfinished_ns: stage -> ns of the prefill or round that was interrupted.
     rounds: one dict per decode round: start and end (ns), rows, tokens, position, native (ns by section), and the
@@ -77,6 +83,7 @@ class Profiler:
         self.engine, self._trace = engine, trace
         self.notes: list[int] = []  # of rounds that are not added up yet
         self.rounds: list[dict] = []
+        self.page_faults = 0
         self.io: dict[str, dict] = {}
         self.stream_at_decode: dict = {}
         self.python: dict = defaultdict(int, {("decode", "profiler"): 0})
@@ -120,12 +127,14 @@ class Profiler:
             self._replace(model.mtp, "forward", self._noted(model.mtp.forward))
         self._busy_before = self._busy()
         self._stream_before = self._stream_counters()
+        self.page_faults = -_major_faults()
         self._started = time.perf_counter_ns()
         return self
 
     def __exit__(self, *exc):
         ended = time.perf_counter_ns()
         try:
+            self.page_faults += _major_faults()
             self._end_stage()
             self._add_up(ended)
             self.busy_ns = [b - a for a, b in zip(self._busy_before, self._busy(), strict=True)]

@@ -187,6 +187,7 @@ def profile_report(profiler, generation, wall_s: float, load_s: float, bandwidth
         "streamer": engine.stream.stats() if engine.stream else None,
         "spec": spec,
         "setup": setup(engine, spec),
+        "page_faults": profiler.page_faults,
         "memory_gb_s": bandwidth_gb_s,
         "model": str(engine.files.path),
         "isa": engine.context.tier,

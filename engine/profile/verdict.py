@@ -3,7 +3,8 @@
 from ..hardware import usable_cpus
 from ..kernels import tiers
 
-DISK_BOUND, PYTHON_BOUND, MEMORY_BOUND = 0.3, 0.15, 0.6  # shares of the time; of the bandwidth
+DISK_BOUND, LOAD_BOUND, PYTHON_BOUND, MEMORY_BOUND = 0.3, 0.3, 0.15, 0.6  # shares of time; of the bandwidth
+FEW_FAULTS = 100
 _COMPUTE = ("attention", "expert_gate_up", "expert_down", "head", "router", "quantize", "embed", "sample")
 _DOING = {"decode": "decoding", "prefill": "the prefill"}
 
@@ -64,6 +65,12 @@ def _compute(used: dict, stage: str) -> str:
     return "; ".join(found) or "every core is in use; a smaller or sparser model, or a faster CPU, is what is left"
 
 
+def _mapped(faults: int) -> str:
+    if faults < FEW_FAULTS:
+        return ""
+    return f"; {faults} page faults read mapped weights from disk in the run, --io direct reads them at load"
+
+
 def _rate(rows: list[dict]) -> float:
     seconds = sum(row["seconds"] for row in rows)
     return sum(row["bytes"] for row in rows) / seconds / 1e9 if seconds else 0.0
@@ -87,6 +94,11 @@ def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
             f"bound by drafting: {share['draft']:.0%} of {doing}; fewer rows (--spec), a smaller draft model, or "
             f"--draft lookup{auto}"
         )
+    if share["load"] > LOAD_BOUND:
+        return (
+            f"bound by loading: {share['load']:.0%} of {doing} re-codes experts used a second time, each once; "
+            "a longer run has less of it, a snapshot (convert) none, --expert-layout compact keeps them as they are"
+        )
     python = share["python"] + max(share["draft"] - drafting, 0.0)
     if python > PYTHON_BOUND:
         return f"bound by Python: {python:.0%} of {doing}; {_python(used, stage)}"
@@ -98,4 +110,7 @@ def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
         )
     largest = max(_COMPUTE, key=lambda phase: share[phase])
     came = f", weights come at {rate:.1f} GB/s" if stage == "decode" else ""
-    return f"bound by compute: {largest} takes {share[largest]:.0%} of {doing}{came}; {_compute(used, stage)}"
+    return (
+        f"bound by compute: {largest} takes {share[largest]:.0%} of {doing}{came}; {_compute(used, stage)}"
+        f"{_mapped(profile['page_faults'])}"
+    )
