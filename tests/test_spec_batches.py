@@ -1,8 +1,10 @@
 """The automatic policy learns from several windows at once; what windows cost; a budget that pays for fewer rows."""
 
+import numpy as np
 import pytest
 
 from engine.spec import AutoPolicy
+from engine.spec.acceptance import Acceptance
 from engine.spec.policy import BATCH, SETTLED, STARTING_LOSS_TOKENS
 from engine.spec.window_costs import STALE, WindowCosts
 
@@ -40,10 +42,10 @@ def test_a_batch_is_learned_from_at_once(monkeypatch):
     while policy._new:  # to the end of a batch
         policy.record(KEY, 8, 7, flat(8), 7)
     before, windows = policy._loss, policy._acceptance[KEY].windows
-    for rows, ms in ((2, 1.1), (8, 1.7), (2, 1.1), (3, 1.2)):
+    for rows, ms in ((2, 1.1), *[(8, 1.7)] * (BATCH - 3), (2, 1.1), (3, 1.2)):
         assert policy._loss == before
         policy.record(KEY, rows, 1, ms, rows - 1)
-    assert policy._acceptance[KEY].windows == windows + 4 and not policy._new
+    assert policy._acceptance[KEY].windows == windows + BATCH and not policy._new
     assert policy._costs[2] == pytest.approx(1.1, abs=0.02) and policy._costs[3] == pytest.approx(1.2, abs=0.02)
 
 
@@ -84,10 +86,10 @@ def test_a_budget_that_cannot_pay_for_eight_rows_pays_for_fewer(monkeypatch):
     policy, _ = settled_policy(monkeypatch)
     policy._learn()
     policy._loss = STARTING_LOSS_TOKENS - 0.25  # room for two further rows of 0.1 steps
-    policy._held.clear()
+    policy._held.pop(KEY, None)
     assert policy.rows(KEY, 7, 0.0, 0.9) == 3
     policy._loss = STARTING_LOSS_TOKENS - 0.05
-    policy._held.clear()
+    policy._held.pop(KEY, None)
     assert policy.rows(KEY, 7, 0.0, 0.9) == 1 and "budget" in policy.reason
 
 
@@ -118,3 +120,22 @@ def test_plain_decode_keeps_its_cost_until_it_is_known_anew():
     costs.add_plain(1.0)
     costs.update(7)
     assert costs[1] == 1.0
+
+
+def test_counts_of_hits_forget_and_never_overflow():
+    """The same as counts that are shrunk at every window, over more windows than a float's range holds weights."""
+    acceptance, hits, tries = Acceptance(0.4), [0.0] * 7, [0.0] * 7
+    random = np.random.default_rng(1)
+    for _ in range(20000):
+        drafts = int(random.integers(1, 8))
+        accepted = int(random.integers(0, drafts + 1))
+        acceptance.update(drafts, accepted)
+        for i in range(7):
+            hits[i] = 0.95 * hits[i] + (i < accepted)
+            tries[i] = 0.95 * tries[i] + (i < min(accepted + 1, drafts))
+    chance, all_right, expected = 0.4, 1.0, [1.0, 1.0]
+    for hit, tried in zip(hits, tries, strict=True):
+        chance = (hit + 2 * chance) / (tried + 2)
+        all_right *= chance
+        expected.append(expected[-1] + all_right)
+    assert acceptance.tokens == pytest.approx(expected, rel=1e-9)

@@ -23,7 +23,8 @@ REFUSED = 8  # rounds that a refusal holds: nothing changes so fast, and asking 
 AWAKE = 16  # plain rounds after which sources are not asked every round any more
 REST = 3  # rounds between two that ask, then: asking costs a share of a small model's step
 # Learning from every window at once would take 3 % of a small model's window.
-BATCH = 4  # windows, or plain steps, that are learned from together
+BATCH = 6  # windows that are learned from together
+PLAIN_BATCH = 16  # the same of plain steps
 SETTLED = 4  # windows of a source (and confidence) after which its length is chosen for a batch, not for each window
 CALM_TOKENS = 4.0  # plain steps' worth of budget with which a window without a hit need not be learned from at once
 
@@ -75,7 +76,7 @@ class AutoPolicy:
         self._new: list[tuple] = []  # windows that nothing was learned from yet: arguments of record
         self._plain_steps = 0  # the same of plain steps
         self._due = True  # plain decode is being measured: its steps are to be learned from as soon as they are there
-        self._held: dict = {}  # (key, drafts offered): rows, until more is learned
+        self._held: dict = {}  # key: (drafts offered, rows), until more is learned about it
         self._loss = 0.0  # ms that windows have cost beyond plain decode, less what they may cost
         self._plain_ms = 0.0  # of plain steps that are not accounted for yet
         self._late = 0.0  # ms of windows that took far longer than usual, not charged yet
@@ -126,10 +127,10 @@ class AutoPolicy:
         """Rows for the next window when a source offers `count` drafts; 1: plain decode, or another source."""
         if self._refused.get(key, 0) > self._rounds:
             return 1
-        held = self._held.get((key, count))
-        if held is not None:
-            return held
-        if self._due or self._plain_steps + len(self._new) >= BATCH or any(window[0] == key for window in self._new):
+        held = self._held.get(key)
+        if held is not None and held[0] == count:
+            return held[1]
+        if self._due or self._plain_steps >= PLAIN_BATCH or (self._new and not self._is_settled(key)):
             self._learn()
         rows, self.reason = self._choose(key, count, ms_per_draft, chance)
         if self.reason == TRYING:
@@ -139,9 +140,13 @@ class AutoPolicy:
         elif rows == 1:
             if not self._due:
                 self._refused[key] = self._rounds + REFUSED
-        elif self._acceptance[key].windows >= SETTLED:
-            self._held[key, count] = rows
+        elif self._is_settled(key):
+            self._held[key] = count, rows
         return rows
+
+    def _is_settled(self, key) -> bool:
+        acceptance = self._acceptance.get(key)
+        return acceptance is not None and acceptance.windows >= SETTLED
 
     def use(self, rows: int) -> None:
         """The window gets this many rows; called once for the answers that `rows` gave about all sources."""
@@ -183,7 +188,6 @@ class AutoPolicy:
         first of them; between the steps of a model it never is."""
         if not self._new and not self._plain_steps:
             return
-        self._held.clear()
         self._due = False
         for _, rows, _, ms, _, draft_ms in self._new:
             self._costs.add(rows, ms - draft_ms, self._rounds)  # other drafts cost something else: see ms_per_draft
@@ -194,6 +198,7 @@ class AutoPolicy:
         for key, rows, num_accepted, ms, num_verified, draft_ms in self._new:
             if key in self._acceptance:
                 self._acceptance[key].update(num_verified, num_accepted)
+            self._held.pop(key, None)
             if self._costs.plain_samples:
                 plain = self._costs[1]
                 # A window that took far longer than usual may have been held up by something else: that part is paid
