@@ -257,3 +257,23 @@ def test_lengths_that_were_measured_together_all_count_and_are_not_forgotten():
         for rows, ms in measured.items():
             assert costs[rows] == pytest.approx((ms + 4 * (1 + (rows - 1) * slope)) / 5)
         assert costs[8] == pytest.approx(1 + 7 * slope)
+
+
+def test_acceptance_of_a_long_text_is_that_of_decaying_counts():
+    """5000 windows, against counts that shrink by 5 % a window; the weights behind them are brought down on the way."""
+    random, acceptance = np.random.default_rng(4), Acceptance(0.6)
+    hits, tries = np.zeros(7), np.zeros(7)
+    for turn in range(5000):
+        drafts = int(random.integers(0, 8))
+        accepted = int(random.integers(0, drafts + 1))
+        acceptance.update(drafts, accepted)
+        hits, tries = 0.95 * hits, 0.95 * tries
+        hits[:accepted] += 1
+        tries[: min(accepted + 1, drafts)] += 1
+        if turn % 50 == 0 or turn > 4950:
+            chance, right, expected = 0.6, 1.0, [1.0, 1.0]
+            for i in range(7):
+                chance = (hits[i] + 2 * chance) / (tries[i] + 2)
+                right *= chance
+                expected.append(expected[-1] + right)
+            assert acceptance.tokens == pytest.approx(expected)
