@@ -55,8 +55,7 @@ class _Passes:
         self.is_cut = self.layers_run < files.model_config.num_hidden_layers
         if self.is_cut:
             head_rows = head_part(files)
-        if self.layers_run <= FEW_LAYERS:
-            pool_bytes //= 2
+            pool_bytes //= 2 if self.layers_run <= FEW_LAYERS else 1
         self.clock = LayerClock(stands_for, files.model_config.vocab_size / head_rows)
         loader = SyntheticLoader(
             files, context, compact_experts=compact, pool_bytes=pool_bytes, mapped=mapped, layers=stands_for,

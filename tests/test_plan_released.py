@@ -110,11 +110,16 @@ def test_some_layers_run_and_all_count(tmp_path, monkeypatch):
     """The model itself with one of its three alike layers: three times its work counts, and one layer's is made."""
     files = open_model(SHIPPED_MODEL)
     options = {"prompt": 5, "max_tokens": 8, "kv": "f16", "pool_bytes": 1 << 30, "mapped": True}
+    pools, real = [], machine_speed.SyntheticLoader
+    monkeypatch.setattr(
+        machine_speed, "SyntheticLoader", lambda *a, **k: pools.append(k["pool_bytes"]) or real(*a, **k)
+    )
     whole = machine_speed._Passes(files, Context(num_threads=1), False, 32, **options)
     monkeypatch.setattr(cut_model, "MAX_WORK", 1.0)
     one = machine_speed._Passes(files, Context(num_threads=1), False, 32, **options)
     assert (whole.layers_run, one.layers_run) == (3, 1) and len(one.model.blocks) == 1
     assert one.own_bytes < 0.6 * whole.own_bytes
+    assert pools == [1 << 30, 1 << 29]  # few layers run in place of many
     monkeypatch.setattr(machine_speed, "time", ticks := Ticks())
     monkeypatch.setattr(cut_model, "time", ticks)
 

@@ -11,7 +11,7 @@ PLAIN_INTERVAL_S = 5.0
 def _rate(number: float, unit: str) -> str:
     if unit != "bytes" and 0 < number < 1:
         return f"{1 / number:.1f} s each"
-    return f"{size(number) if unit == 'bytes' else f'{number:,.0f} {unit}'}/s"
+    return f"{size(number) if unit == 'bytes' else f'{number:,.{int(number < 10)}f} {unit}'}/s"
 
 
 def _parts(done: float, total: float, unit: str) -> str:

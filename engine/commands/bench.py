@@ -121,6 +121,9 @@ def bench(click_context, model_argument, compare, as_json, **options):
         raise ConfigError("bench: nothing to measure; give --prefill or --decode a number")
     arms = _arms(measuring, options, max(t.tokens + max(t.depth, 1) + 1 for t in tests))
     note(_options.describe(arms[0].engine))
+    for arm in arms:
+        if isinstance(arm, measuring.EngineArm) and arm.engine.stream:
+            note(f"{arm.name}: {arm.engine.stream.cache_line()}")
     for line in (arm.note for arm in arms if arm.note):
         note(line)
     with Meter("bench", "measurements") as meter:

@@ -86,16 +86,19 @@ class ExpertStream:
         first = lib.moe_streamer_slot(self.cache.handle, 0)
         return lock_matrices(model) + lock(first, self.plan.num_slots * self.places.slot_bytes)
 
-    def notes(self) -> list[str]:
-        """Lines to print before a run: the plan, how experts are read, what is wrong with it."""
+    def cache_line(self) -> str:
+        """Slots, form of experts, and how they are read."""
         plan, cache = self.plan, self.cache
         form = "compact" if self.compact else "re-coded on arrival" if self.places.staging_bytes else "as stored"
-        lines = [
-            plan.line(),
+        return (
             f"experts: {plan.num_slots} of {plan.num_experts} ({plan.percent:.1f} %) in slots of "
             f"{plan.slot_bytes / memory.MIB:.2f} MiB, {form}; io {self.expert_files.mode}, {cache.readers} readers, "
-            f"policy {cache.policy.name}, look-ahead {self.options.lookahead if cache.lookahead else 'off'}",
-        ]
+            f"policy {cache.policy.name}, look-ahead {self.options.lookahead if cache.lookahead else 'off'}"
+        )
+
+    def notes(self) -> list[str]:
+        """Lines to print before a run: the plan, how experts are read, what is wrong with it."""
+        lines = [self.plan.line(), self.cache_line()]
         if self.locked_bytes:
             lines.append(f"locked: {self.locked_bytes / memory.MIB:.0f} MiB")
         extra = (self.pins, self.budget.note, self.expert_files.note, self.warning)
