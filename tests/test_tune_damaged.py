@@ -3,12 +3,14 @@
 import json
 import shutil
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import engine
 from engine import tune
 from engine.cli import cli
+from engine.commands import _tuned
 from engine.runtime import SHIPPED_MODEL
 
 
@@ -49,7 +51,14 @@ def test_a_good_one_is_used(model, good):
     ],
     ids=str,
 )  # fmt: skip
-def test_values_no_option_takes(model, good, settings):
+def test_values_no_option_takes(settings):
+    context = click.Context(cli.commands["generate"])
+    assert _tuned._damaged(context, json.loads(json.dumps(settings)))
+    assert _tuned._damaged(context, {"threads": 3, "spec": 4, "draft": "lookup"}) is None
+
+
+@pytest.mark.parametrize("settings", [{"threads": "abc"}, {"spec": 99}])
+def test_a_run_goes_on_without_them(model, good, settings):
     path, content = good
     path.write_text(json.dumps(content | {"settings": settings}))
     done = generate(model)
