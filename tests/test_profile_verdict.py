@@ -7,7 +7,7 @@ from engine.profile.verdict import setup, verdict
 
 USED = {
     "threads": 2, "usable_cores": 2, "isa": "avx2", "best_isa": "avx2", "arith": "canonical", "expert_layout": "fast",
-    "expert_slots": None, "spec": None,
+    "expert_slots": None, "readers": 4, "lookahead": "auto", "spec": None,
 }  # fmt: skip
 
 
@@ -30,6 +30,8 @@ PYTHON = {"python": 0.16}
     ("made", "bound", "knob", "useless"),
     [
         ({"phases": DISK}, "the disk: 31% of decoding waits", "--ram", "--expert-slots"),
+        ({"phases": DISK, "readers": 1}, "the disk", "--readers 4", "--lookahead"),
+        ({"phases": DISK, "lookahead": "off"}, "the disk", "--lookahead auto", "--readers"),
         ({"phases": DISK, "expert_slots": 9}, "the disk", "--expert-slots", "--ram"),
         ({"phases": DISK, "stage": "prefill"}, "the disk: 31% of the prefill waits", "--ram", "--spec"),
         ({"phases": DISK | PYTHON}, "the disk", "--ram", "--spec"),
@@ -72,13 +74,15 @@ def test_setup_is_that_of_the_run():
     from engine.hardware import usable_cpus
     from engine.kernels import tiers
 
-    loaded = engine.load(threads=1, isa="scalar", arith="float", expert_slots=9, history=False)
+    loaded = engine.load(threads=1, isa="scalar", arith="float", expert_slots=9, history=False, readers=3)
     assert setup(loaded, {"policy": "auto"}) == {
         "threads": 1, "usable_cores": usable_cpus().count, "isa": "scalar",
         "best_isa": [name for name, supported, _ in tiers() if supported][-1], "arith": "float",
-        "expert_layout": loaded.expert_layout.name, "expert_slots": 9, "spec": "auto",
+        "expert_layout": loaded.expert_layout.name, "expert_slots": 9, "readers": 3,
+        "lookahead": "auto", "spec": "auto",
     }  # fmt: skip
     assert setup(loaded, None)["spec"] is None
+    assert setup(engine.load(threads=1), None)["readers"] is None
 
 
 def test_page_faults_are_those_of_the_run(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What bounds a run, and the setting that would help: one that is not in use already."""
 
+from ..experts.cache import DEFAULT_READERS
 from ..hardware import usable_cpus
 from ..kernels import tiers
 
@@ -19,13 +20,20 @@ def setup(engine, spec: dict | None) -> dict:
         "arith": engine.context.arith,
         "expert_layout": engine.expert_layout.name,
         "expert_slots": engine.options.expert_slots,
+        "readers": engine.stream.cache.readers if engine.stream else None,
+        "lookahead": engine.options.lookahead,
         "spec": spec["policy"] if spec else None,
     }
 
 
 def _disk(used: dict) -> str:
     memory = "more slots (--expert-slots)" if used["expert_slots"] else "more memory (--ram)"
-    return f"{memory}, or a smaller format (convert), needs fewer reads"
+    found = [f"{memory}, or a smaller format (convert), needs fewer reads"]
+    if used["readers"] and used["readers"] < DEFAULT_READERS:
+        found.append(f"--readers {DEFAULT_READERS} reads more at a time")
+    if used["lookahead"] == "off":
+        found.append("--lookahead auto reads ahead where that pays")
+    return "; ".join(found)
 
 
 def _spec(used: dict) -> str:
