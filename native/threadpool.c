@@ -98,7 +98,15 @@ static int spin_until(atomic_int *value, int wanted) {
     return 0;
 }
 
-static int in_child(const struct moe_pool *pool) { return pool->owner != getpid(); }
+/* Which process this is, without asking the system: every call wants to know, some twice. */
+static pid_t this_process;
+static void note_process(void) { this_process = getpid(); }
+static void follow_forks(void) {
+    note_process();
+    pthread_atfork(0, 0, note_process);
+}
+
+static int in_child(const struct moe_pool *pool) { return pool->owner != this_process; }
 
 /* Claim and run tasks until none is left, then report them all at once. */
 static void run_tasks(struct moe_pool *pool, int worker) {
@@ -163,9 +171,11 @@ static int start_workers(struct moe_pool *pool) {
 }
 
 struct moe_pool *moe_pool_create(int num_threads) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, follow_forks);
     struct moe_pool *pool = aligned_alloc(64, moe_round64(sizeof *pool));
     if (!pool) return 0;
-    *pool = (struct moe_pool){.num_threads = num_threads, .spin = num_threads <= usable_cpus(), .owner = getpid()};
+    *pool = (struct moe_pool){.num_threads = num_threads, .spin = num_threads <= usable_cpus(), .owner = this_process};
     pool->workers = calloc((size_t)num_threads, sizeof *pool->workers);
     pool->busy = aligned_alloc(64, (size_t)num_threads * sizeof *pool->busy);
     if (!pool->workers || !pool->busy) { free(pool->workers); free(pool->busy); free(pool); return 0; }
