@@ -139,3 +139,20 @@ def test_counts_of_hits_forget_and_never_overflow():
         all_right *= chance
         expected.append(expected[-1] + all_right)
     assert acceptance.tokens == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_switch_is_put_down_to_the_source_that_made_it():
+    """Two sources in turns, one always right, one never: answers that are held or refused have their own reasons."""
+    random, policy = np.random.default_rng(1), AutoPolicy()
+    for _ in range(600):
+        right = bool(random.integers(2))
+        key = ("lookup", 3 if right else 0)
+        rows, before = policy.rows(key, 7, 0.0, 0.9 if right else 0.4), len(policy.switches)
+        policy.use(rows)
+        for _, _, after, why in policy.switches[before:]:
+            assert ("expected" in why or why == "trying again") == (after > 1), why
+        if rows == 1:
+            policy.record_plain(1.0)
+        else:
+            policy.record(key, rows, (rows - 1) * right, flat(rows), rows - 1)
+    assert len(policy.switches) > 50

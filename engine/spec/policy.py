@@ -15,7 +15,7 @@ PLAIN_REFRESH = 256  # rounds after which plain decode is measured again
 MIN_PLAIN = 3  # plain steps before anything else: the first after a prefill is slow and must not be the yardstick
 MAX_CREDIT_TOKENS = 16.0  # what was gained, or not spent of that share, pays for at most so many steps of loss
 MAX_CHARGE = 1.5  # a window costs the budget at once at most so many times what its length costs otherwise
-TRYING = "trying again"
+TRYING, NOTHING_PAYS = "trying again", "no window length pays"
 BETWEEN_TRIALS = 32  # rounds, at least, unless the draft was right; twice as many after every trial that failed ...
 MAX_BETWEEN_TRIALS = 64  # ... up to these
 MISSES = 16  # windows in a row without a hit that cast doubt on the yardstick: plain decode is measured anew
@@ -71,12 +71,12 @@ class AutoPolicy:
         self._max_rows = max_rows
         self._costs = WindowCosts()
         self._acceptance: dict = {}
-        self._refused: dict = {}  # key: round until which the answer is known to be 1
+        self._refused: dict = {}  # key: (round until which the answer is known to be 1, why)
         self._between: dict = {}  # key: rounds from its last failed trial to the next
         self._new: list[tuple] = []  # windows that nothing was learned from yet: arguments of record
         self._plain_steps = 0  # the same of plain steps
         self._due = True  # plain decode is being measured: its steps are to be learned from as soon as they are there
-        self._held: dict = {}  # key: (drafts offered, rows), until more is learned about it
+        self._held: dict = {}  # key: (drafts offered, rows, why), until more is learned about it
         self._loss = 0.0  # ms that windows have cost beyond plain decode, less what they may cost
         self._plain_ms = 0.0  # of plain steps that are not accounted for yet
         self._late = 0.0  # ms of windows that took far longer than usual, not charged yet
@@ -121,27 +121,29 @@ class AutoPolicy:
         worst = max(self._costs[2] + ms_per_draft - plain, 0.1 * plain)
         if count and self._loss + 2 * worst < 0:
             return 2, TRYING
-        return 1, "no window length pays"
+        return 1, NOTHING_PAYS
 
     def rows(self, key, count: int, ms_per_draft: float, chance: float = 0.5) -> int:
         """Rows for the next window when a source offers `count` drafts; 1: plain decode, or another source."""
-        if self._refused.get(key, 0) > self._rounds:
+        refused, held = self._refused.get(key), self._held.get(key)
+        if refused is not None and refused[0] > self._rounds:
+            self.reason = refused[1]
             return 1
-        held = self._held.get(key)
         if held is not None and held[0] == count:
+            self.reason = held[2]
             return held[1]
         if self._due or self._plain_steps >= PLAIN_BATCH or (self._new and not self._is_settled(key)):
             self._learn()
         rows, self.reason = self._choose(key, count, ms_per_draft, chance)
         if self.reason == TRYING:
             between = self._between.get(key, BETWEEN_TRIALS)
-            self._refused[key] = self._rounds + between
+            self._refused[key] = self._rounds + between, NOTHING_PAYS
             self._between[key] = min(2 * between, MAX_BETWEEN_TRIALS)
         elif rows == 1:
             if not self._due:
-                self._refused[key] = self._rounds + REFUSED
+                self._refused[key] = self._rounds + REFUSED, self.reason
         elif self._is_settled(key):
-            self._held[key] = count, rows
+            self._held[key] = count, rows, self.reason
         return rows
 
     def _is_settled(self, key) -> bool:
