@@ -9,6 +9,7 @@ from test_spec import simulate
 
 from engine.spec import AutoPolicy, FixedPolicy, Speculator
 from engine.spec.acceptance import Acceptance
+from engine.spec.policy import BATCH
 from engine.spec.window_costs import WindowCosts
 
 
@@ -277,3 +278,14 @@ def test_acceptance_of_a_long_text_is_that_of_decaying_counts():
                 right *= chance
                 expected.append(expected[-1] + right)
             assert acceptance.tokens == pytest.approx(expected)
+
+
+def test_a_length_is_chosen_anew_once_a_batch(monkeypatch):
+    """And for each of the first four windows of a source."""
+    asked, choose = [], AutoPolicy._choose
+    monkeypatch.setattr(AutoPolicy, "_choose", lambda *args: asked.append(policy._rounds) or choose(*args))
+    policy = AutoPolicy()
+    _, _, used = simulate(policy, lambda i: True, 200, flat)
+    first = next(i for i, rows in enumerate(used) if rows > 1)
+    assert asked[: first + 4] == list(range(first + 4))
+    assert len(asked) < 200 / BATCH + 20
