@@ -4,10 +4,12 @@ import json
 import shutil
 import weakref
 
+import mtp_models
 import pytest
 from cli_program import run
 
 import engine
+from converters.hf import RoleFormats, convert
 from engine import tune
 from engine.experts.cache import ExpertCache
 from engine.runtime import SHIPPED_MODEL
@@ -162,6 +164,19 @@ def test_the_best_stays_open_and_streamed_ones_do_not(model):
     assert second.engine is None and arms._arms(slots, slots | {"readers": 3})[0] is not first
     arms.close()
     assert first.engine is None and not arms._open
+
+
+def test_drafts_of_the_layer_and_of_a_draft_model_run(tmp_path, model):
+    """Real arms; what is faster is not looked at. generate takes what they were measured with."""
+    mtp_models.checkpoint(tmp_path / "hf", "glm4_moe", mtp_models.knowing(mtp_models.weights("glm4_moe")))
+    convert(tmp_path / "hf", tmp_path / "mtp", formats=RoleFormats(experts="f32", dense="f32"), threads=1)
+    given = {"spec": 2, "draft": "model", "draft_model": str(SHIPPED_MODEL)}
+    for path, changes in ((tmp_path / "mtp", {"spec": 2, "draft": "mtp"}), (model, given)):
+        trial = tune.tune(path, [changes], [5, 6, 7], 8, 1, {"threads": 1}).trials[0]
+        assert min(trial.before, trial.after, trial.ratio) > 0, trial.why
+    write(tmp_path / "mtp", {"spec": 2, "draft": "mtp"})
+    done = run("generate", "In", "-m", tmp_path / "mtp", "-n", 8)
+    assert "tuned: spec 2, draft mtp" in done.stderr and "mtp" in done.stderr.partition("\nspec:")[2]
 
 
 def write(model, settings=None, **changes):
