@@ -23,6 +23,7 @@ def test_lookup_copies_what_followed():
     # The longest match wins over a later one, the later one among equals.
     assert lookup([9, 1, 2, 3, 4, 0, 8, 1, 2, 3, 5, 0, 9, 1, 2, 3], count=1) == [4]
     assert lookup([8, 1, 2, 3, 4, 0, 8, 1, 2, 3, 5, 0, 8, 1, 2, 3], count=1) == [5]
+    assert lookup([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3], count=1) == [5]
 
 
 def test_lookup_indexes_as_the_text_grows_like_all_at_once():
