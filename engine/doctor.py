@@ -68,7 +68,7 @@ class _Product:
         self._linear(self._layers, self._x, (self._y,), num_tokens)
         return self._y.array[:num_tokens].copy()
 
-    def gb_per_s(self, total_bytes: int = SPEED_BYTES) -> float:
+    def gb_per_s(self, total_bytes: int) -> float:
         calls = max(1, total_bytes // self.matrix.num_bytes)
         started = time.thread_time()  # a busy machine does not count
         for _ in range(calls):
@@ -104,7 +104,9 @@ def check_format(name: str, context, reference, floats) -> FormatCheck:
     for (got, want, what), num_tokens in itertools.product(pairs, TOKEN_COUNTS):
         if parity == "equal" and (found := compare(got(num_tokens), want(num_tokens))) != "equal":
             parity = what + found
-    return FormatCheck(name, layout, codec, kernel, parity, here.gb_per_s(), compact.gb_per_s(COMPACT_SPEED_BYTES))
+    return FormatCheck(
+        name, layout, codec, kernel, parity, here.gb_per_s(SPEED_BYTES), compact.gb_per_s(COMPACT_SPEED_BYTES)
+    )
 
 
 def check_formats(tier: str | None, problems: list[str]) -> tuple[str | None, list[FormatCheck]]:

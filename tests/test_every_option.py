@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType
 from gguf_models import write_gguf
 from option_cases import THREADS, TOOLS, USUAL_TOOLS, case
 
-from engine import machine_speed
+from engine import disk_bandwidth, doctor, machine_speed
 from engine.cli import cli
 from engine.errors import EngineError
 from engine.runtime import SHIPPED_MODEL
@@ -275,10 +275,13 @@ def shipped_model_untouched():
 
 @pytest.fixture(scope="module", autouse=True)
 def measured_once():
-    """`plan` asks for the same speeds in every case, and no case is about them."""
+    """`plan` asks for the same speeds in every case, and no case is about them; nor about those of `doctor`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("model_speed", "loop_seconds", "recode_gb_s", "disk_speed", "stream_call_seconds"):
             patch.setattr(machine_speed, name, _once(getattr(machine_speed, name)))
+        for name in ("SPEED_BYTES", "COMPACT_SPEED_BYTES"):
+            patch.setattr(doctor, name, 1)
+        patch.setattr(disk_bandwidth, "SECONDS_EACH", 0.01)
         yield
 
 

@@ -46,6 +46,7 @@ PYTHON = {"python": 0.16}
         ({"phases": PYTHON, "stage": "prefill"}, "Python: 16% of the prefill", "the model is small", "--spec"),
         ({"phases": {}, "gb_s": 6.1}, "memory bandwidth: weights come at 6.1 GB/s, this machine reads 10.0",
          "a smaller format", "--threads"),
+        ({"phases": {}, "gb_s": 12.0}, "memory", "no slower than this machine read after the run", "machine reads"),
         ({"phases": {}, "gb_s": 8.0, "threads": 1}, "memory", "more threads at most 1.2 x", "do not"),
         ({"phases": {}, "gb_s": 6.1, "spec": "auto"}, "memory bandwidth", "a smaller format", "--spec"),
         ({"phases": {}, "gb_s": 5.9}, "compute: expert_gate_up takes 100%", "--spec auto", "--threads"),
