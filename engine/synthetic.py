@@ -124,7 +124,10 @@ class SyntheticLoader(WeightLoader):
 
     def _repeat(self, out: np.ndarray, block: np.ndarray) -> None:
         """Fill out with copies of block, by several threads: memory that nobody used yet takes long to get."""
-        count = self.context.num_threads if len(out) > _SMALL_BYTES else 1
+        count = self.context.num_threads
+        if count == 1 or len(out) <= _SMALL_BYTES:
+            _repeat(out, block, 0, len(out))
+            return
         bounds = [len(out) * n // count for n in range(count + 1)]
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(lambda start, end: _repeat(out, block, start, end), bounds[:-1], bounds[1:]))
@@ -182,9 +185,9 @@ def _file_pages(num_bytes: int) -> np.ndarray:
     return np.frombuffer(mapping, np.uint8)
 
 
-def _repeat(out: np.ndarray, block: np.ndarray, start: int = 0, end: int | None = None) -> None:
+def _repeat(out: np.ndarray, block: np.ndarray, start: int, end: int) -> None:
     """Bytes start .. end of out = those of block after block."""
-    at, end = start, len(out) if end is None else end
+    at = start
     while at < end:
         inside = at % len(block)
         count = min(len(block) - inside, end - at)

@@ -15,8 +15,8 @@ def made_up(phases, stage="decode", gb_s=1.0, draft_s=0.0, faults=99, **used):
     """A profile of one second, with what is not in `phases` computed by experts."""
     shares = {name: 0.0 for name in STAGE_PHASES} | phases
     shares["expert_gate_up"] += 1.0 - sum(shares.values())
-    nothing = {"wall_s": 0.0, "phases": {name: 0.0 for name in STAGE_PHASES}, "kernels": []}
-    some = {"wall_s": 1.0, "phases": shares, "kernels": [{"seconds": 0.5, "bytes": int(gb_s * 5e8)}]}
+    nothing = {"wall_s": 0.0, "phases": {name: 0.0 for name in STAGE_PHASES}}
+    some = {"wall_s": 1.0, "phases": shares, "weight_gb_s": gb_s}
     detail = {name: {"draft": {"linear": draft_s}} for name in ("decode", "prefill", "other")}
     profile = {"prefill": nothing, "decode": nothing, "detail": detail, "setup": USED | used, "page_faults": faults}
     return verdict(profile | {stage: some}, 10.0)

@@ -28,11 +28,17 @@ def options(command):
 def take(options: dict) -> dict:
     """Remove the options from a command's keywords, and return them. Raises ConfigError for a file nobody can write,
     or that two options name."""
-    for name in FILES:
-        if options[name] is not None:
-            require_writable(_flag(name), options[name])
-    refuse_same_file({_flag(name): options[name] for name in FILES})
-    return {name: options.pop(name) for name in NAMES}
+    wanted = {name: options.pop(name) for name in NAMES}
+    for flag, path in files(wanted).items():
+        if path is not None:
+            require_writable(flag, path)
+    refuse_same_file(files(wanted))
+    return wanted
+
+
+def files(wanted: dict) -> dict:
+    """Option -> the file that it names, or None, of what `take` returned."""
+    return {_flag(name): wanted[name] for name in FILES}
 
 
 def _flag(name: str) -> str:

@@ -112,7 +112,7 @@ def bench(click_context, model_argument, compare, as_json, **options):
     for option, path in named.items():
         if path is not None:
             require_writable(option, path)
-    refuse_same_file(named | {f"--{name.replace('_', '-')}": profiles[name] for name in _profile.FILES})
+    refuse_same_file(named | _profile.files(profiles))
     tests = [measuring.Test("prefill", n) for n in options["prefill"] if n]
     tests += [measuring.Test("decode", n, d) for n in options["decode"] if n for d in options["depth"]]
     for name in (test.name for number, test in enumerate(tests) if test in tests[:number]):

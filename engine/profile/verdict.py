@@ -79,11 +79,6 @@ def _mapped(faults: int) -> str:
     return f"; {faults} page faults read mapped weights from disk in the run, --io direct reads them at load"
 
 
-def _rate(rows: list[dict]) -> float:
-    seconds = sum(row["seconds"] for row in rows)
-    return sum(row["bytes"] for row in rows) / seconds / 1e9 if seconds else 0.0
-
-
 def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
     """What bounds decoding, or the prefill where nothing was decoded, and what to change. profile: of profile_report,
     with its `setup`."""
@@ -110,7 +105,7 @@ def verdict(profile: dict, bandwidth_gb_s: float | None) -> str:
     python = share["python"] + max(share["draft"] - drafting, 0.0)
     if python > PYTHON_BOUND:
         return f"bound by Python: {python:.0%} of {doing}; {_python(used, stage)}"
-    rate = _rate(found["kernels"])
+    rate = found.get("weight_gb_s") or 0.0  # only decoding has one
     if stage == "decode" and bandwidth_gb_s and rate > MEMORY_BOUND * bandwidth_gb_s:
         reads = f"this machine reads {bandwidth_gb_s:.1f}"
         if rate > bandwidth_gb_s:  # it was busier then, or weights stay in a cache

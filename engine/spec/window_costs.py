@@ -1,6 +1,7 @@
 """What windows of every length cost, from measured times."""
 
 from collections import deque
+from statistics import median
 
 from .drafts import MAX_ROWS
 
@@ -10,11 +11,6 @@ UNKNOWN_ROW = 1 / 3  # assumed cost of a further row before any was tried, in pl
 LINE_PRIOR = 4.0  # further rows' worth of measurements that this assumption weighs
 LENGTH_PRIOR = 4.0  # samples' worth that the line of all lengths weighs against one length's own
 STALE = 48  # rounds after which the samples of a length are not believed any more
-
-
-def _median(samples) -> float:
-    ordered, n = sorted(samples), len(samples)
-    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
 class WindowCosts:
@@ -55,10 +51,10 @@ class WindowCosts:
     def update(self, now: int) -> None:
         """Take the new samples in."""
         for rows in self._changed:
-            self._medians[rows] = _median(self._samples[rows])
+            self._medians[rows] = median(self._samples[rows])
         self._changed.clear()
         if self._samples[1]:
-            self._medians[1] = _median(self._samples[1])
+            self._medians[1] = median(self._samples[1])
         plain = self._medians[1] or min(filter(None, self._medians))
         # No window costs more than as many plain steps; one that took longer was held up.
         known = [
@@ -73,7 +69,6 @@ class WindowCosts:
             further_rows += count * (n - 1)
         slope = max(extra / further_rows, MIN_ROW * plain)
         costs = self._costs = [plain + slope * (n - 1) for n in range(MAX_ROWS + 1)]
-        costs[0] = plain
         for n, count, ms in fresh:
             cost = (count * ms + LENGTH_PRIOR * costs[n]) / (count + LENGTH_PRIOR)
             costs[n] = max(cost, plain * (1 + MIN_ROW * (n - 1)))
