@@ -173,10 +173,10 @@ class Generation:
         window = self.speculator.window(sequence[:position], len(sequence) - position)
         try:
             logits = decode_step(self.engine.model, session.kv, window.ids, position - 1, window.keep_rows)
-        except (NumericsError, ExpertReadError):  # of a draft, perhaps, which plain decode would never have run
+        except (NumericsError, ExpertReadError) as error:  # of a draft, perhaps, which plain decode would not have run
             if len(window.ids) == 1:
                 raise
-            window.ids = window.ids[:1]
+            window.ids, window.failure = window.ids[:1], str(error)
             logits = decode_step(self.engine.model, session.kv, window.ids, position - 1)
         window.ids = window.ids[: len(logits)]
         picks: list[int] = []

@@ -10,6 +10,7 @@ import tiny_models
 import engine
 from converters.hf import RoleFormats, convert
 from engine import runtime
+from engine.commands.generate import describe_spec
 from engine.config import parse_spec
 from engine.errors import ConfigError, ExpertReadError, NumericsError
 from engine.sampler import SamplingParams
@@ -144,8 +145,13 @@ def test_a_draft_that_cannot_be_run_is_dropped(ring, monkeypatch, error):
             return [bad] * count
 
     monkeypatch.setattr(loaded.model, "forward", poisoned)
-    found = spec_tools.run(loaded, list(range(40, 60)), Speculator([Bad()], FixedPolicy(4)), **options)
+    speculator = Speculator([Bad()], FixedPolicy(4))
+    found = spec_tools.run(loaded, list(range(40, 60)), speculator, **options)
     assert found[:4] == plain[:4]
+    failed = sum(speculator.stats.windows[2:])
+    assert failed > 9 and speculator.stats.report()["failed_windows"] == failed
+    said = f"; {failed} windows run again without drafts, the last because of: layers.1: NaN"
+    assert said in describe_spec(speculator.stats)
     with pytest.raises(error):  # and a token of the text itself still ends it
         spec_tools.run(loaded, [40, bad], Speculator([LookupSource()], FixedPolicy(4)), **options)
 

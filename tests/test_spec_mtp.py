@@ -239,7 +239,7 @@ def test_a_layer_with_a_value_that_is_not_finite_stops_drafting(load, monkeypatc
     loaded.model.mtp.norm.array[:] = 1
     loaded.model.mtp.enorm.array[3] = np.nan
     stats = assert_same(loaded, IDS, 4, plain, spec_tools.GREEDY, max_tokens=40, ignore_eos=True)
-    assert stats.drafted == 0
+    assert stats.drafted == 0 and stats.report()["ended"] == {"mtp": "a value is not finite"}
     assert spec_tools.run(loaded, IDS, max_tokens=40, ignore_eos=True)[:4] == plain[:4]
     with pytest.raises(NumericsError, match="layer 3"):
         loaded.model.mtp.forward(np.ones((1, 64), np.float32), np.array([5], np.int32), loaded.new_kv().follower.kv, 0)

@@ -7,6 +7,7 @@ import spec_tools
 
 import engine
 from engine import runtime
+from engine.commands.generate import describe_spec
 from engine.errors import NumericsError
 from engine.generate import Generation
 from engine.runtime import SHIPPED_MODEL
@@ -73,6 +74,7 @@ def test_a_draft_model_whose_values_are_not_finite_stops_drafting(loaded, plain,
     found = loaded.generate(IDS, spec=4, draft=["model"], temperature=0, **OPTIONS)
     assert "".join(found) == plain[2] and found.token_ids == plain[0]
     assert len(made) == calls + 1 and found.stats.spec.drafted == calls
+    assert "; no more drafts of model: a value is not finite" in describe_spec(found.stats.spec)
 
 
 # ---- runs that end early -----------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ def describe_spec(stats) -> str:
         gain = f"; {r['experts_per_round']:.1f} experts a round{extra}{gain}"
     if r["cut_windows"] is not None:
         gain += f"; {r['cut_windows']} windows cut short by {r['cut_drafts']} drafts"
+    if said := describe.troubles(r):
+        gain += f"; {said}"
     if r["policy"] == "auto":
         gain += f"; auto switched {len(r['switches'])} times, last: {r['reason']}"
     return (

@@ -13,3 +13,13 @@ def gain(report: dict) -> str:
         return f"{report['gain']:.2f} x plain decode"
     more = " and extra bytes" if report["experts_per_round"] else ""
     return f"gain{more} not measured: {report['gain_reason']}"
+
+
+def troubles(report: dict) -> str:
+    """What ended drafts that were asked for; empty where nothing did."""
+    said = [f"no more drafts of {name}: {why}" for name, why in report["ended"].items()]
+    if count := report["failed_windows"]:
+        said.append(
+            f"{count} window{'s' * (count > 1)} run again without drafts, the last because of: {report['failure']}"
+        )
+    return "; ".join(said)

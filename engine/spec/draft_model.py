@@ -6,7 +6,7 @@ import numpy as np
 
 from ..errors import ConfigError, NumericsError
 from ..sampler import Sampler, SamplingParams
-from .drafts import MAX_ROWS, DraftSource, Offer
+from .drafts import MAX_ROWS, NOT_FINITE, DraftSource, Offer
 
 CHANCE = 0.7  # first belief in a small model's draft
 
@@ -40,14 +40,13 @@ class ModelSource(DraftSource):
         self._kv = engine.new_kv(self._capacity)
         self._ids = np.empty(self._capacity + MAX_ROWS, np.int32)  # what the draft model's cache holds
         self._num_ids = 0
-        self._broken = False  # a value was not finite: no drafts of this text
         self._text: np.ndarray | None = None
         self.ms_per_draft = 0.0
 
     def offer(self, text: np.ndarray, limit: int) -> Offer | None:
         """See DraftSource. Abstains past its own context, and on a text with ids that its model does not have."""
         count = min(limit, self._capacity - len(text))
-        if self._broken or count < 1 or text.max() >= self._vocab_size:
+        if self.ended or count < 1 or text.max() >= self._vocab_size:
             return None
         self._text = text
         return Offer(count, 0, CHANCE)
@@ -72,7 +71,7 @@ class ModelSource(DraftSource):
                     history[end] = self._sampler.pick(logits[0, : self._vocab_size], history[:end], end)
                     made += 1
         except NumericsError:
-            self._broken = True
+            self.ended = NOT_FINITE
         self._num_ids = n + count - 1
         self._ids[: self._num_ids] = history[: self._num_ids]
         spent = (time.perf_counter() - started) * 1e3 / count

@@ -6,7 +6,8 @@ import numpy as np
 
 from ..config import MAX_WINDOW_ROWS as MAX_ROWS
 
-__all__ = ["MAX_ROWS", "DraftSource", "Offer"]
+__all__ = ["MAX_ROWS", "NOT_FINITE", "DraftSource", "Offer"]
+NOT_FINITE = "a value is not finite"
 
 
 class Offer(NamedTuple):
@@ -26,10 +27,12 @@ class DraftSource(Protocol):
 
     Calls come in pairs: `offer` is cheap and may abstain; `draft` is called with at most the offered count, for the
     same text. ms_per_draft: measured cost of one draft in milliseconds, which the policy adds to that of verifying.
+    ended: why there are no more drafts for this text, None while there may be.
     """
 
     name: str
     ms_per_draft: float
+    ended: str | None = None
 
     def follow(self, kv) -> None:
         """The prefill is over; kv: the KV cache of the text that is drafted. Nothing to do for most sources."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import NumericsError
 from ..sampler import Sampler, SamplingParams
-from .drafts import DraftSource, Offer
+from .drafts import NOT_FINITE, DraftSource, Offer
 
 CHANCE = 0.8  # first belief in a draft: what reports on released models say of the first token
 
@@ -86,6 +86,11 @@ class MtpSource(DraftSource):
         self._text: np.ndarray | None = None
         self.ms_per_draft = 0.0
         self._calls = 0
+
+    @property
+    def ended(self) -> str | None:
+        """See DraftSource."""
+        return NOT_FINITE if self._state is not None and self._state.broken else None
 
     def follow(self, kv) -> None:
         """See DraftSource."""

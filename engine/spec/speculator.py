@@ -33,6 +33,9 @@ class SpecStats:
     offered_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     sources: dict[str, SourceStats] = field(default_factory=dict)
+    draft_sources: list[DraftSource] = field(default_factory=list)
+    failed_windows: int = 0  # run again without their drafts
+    failure: str | None = None  # why the last of these was
 
     @property
     def rounds(self) -> int:
@@ -98,18 +101,22 @@ class SpecStats:
             "experts_per_round": sum(self.window_experts) / rounds,
             "extra_expert_bytes": self.extra_expert_bytes(),
             "sources": {name: vars(s) for name, s in self.sources.items()},
+            "ended": {source.name: source.ended for source in self.draft_sources if source.ended},
+            "failed_windows": self.failed_windows,
+            "failure": self.failure,
         }
 
 
 class Window:
     """Rows to verify: ids int32 [R], row 0 = the last accepted token. Made by Speculator.window; whoever verifies fewer
-    rows shortens ids. key: source and confidence; keep_rows: for the forward pass, see Decoder.forward."""
+    rows shortens ids. key: source and confidence; keep_rows: for the forward pass, see Decoder.forward. failure: why
+    its drafts could not be run, None where they could."""
 
-    __slots__ = ("asked", "draft_ms", "ids", "keep_rows", "key", "started")
+    __slots__ = ("asked", "draft_ms", "failure", "ids", "keep_rows", "key", "started")
 
     def __init__(self, ids: np.ndarray, key, started: float, keep_rows=None, draft_s: float = 0.0):
         self.ids, self.key, self.started, self.keep_rows, self.draft_ms = ids, key, started, keep_rows, draft_s * 1e3
-        self.asked = len(ids)
+        self.asked, self.failure = len(ids), None
 
 
 class Speculator:
@@ -117,7 +124,8 @@ class Speculator:
     experts are not in memory; None: no draft is."""
 
     def __init__(self, sources: list[DraftSource], policy, cut: DraftCut | None = None):
-        self.sources, self.policy, self.cut, self.stats = sources, policy, cut, SpecStats(policy, cut)
+        self.sources, self.policy, self.cut = sources, policy, cut
+        self.stats = SpecStats(policy, cut, draft_sources=sources)
         self.stats.sources = {source.name: SourceStats() for source in sources}  # those never used count, too
         self._rest = 0  # rounds before sources are asked again
 
@@ -172,6 +180,8 @@ class Speculator:
         if rows == 1:
             self.policy.record_plain(ms)
             return
+        if window.failure:
+            s.failed_windows, s.failure = s.failed_windows + 1, window.failure
         drafts, accepted, verified = rows - 1, num_picked - 1, len(window.ids) - 1
         self.policy.record(window.key, rows, accepted, ms, verified, window.draft_ms)
         for i in range(min(accepted + 1, verified)):
